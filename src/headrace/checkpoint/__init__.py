@@ -1,0 +1,1 @@
+"""READS: where a model lies, its configuration, its tokenizer. Knows files, not torch."""

@@ -1,0 +1,110 @@
+"""Text to tokens and back, and chats to prompts, for either kind of model files."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import tokenizers
+
+from headrace.checkpoint.gguf_file import GgufFile
+from headrace.checkpoint.gguf_tokenizer import special_ids, tokenizer_from_gguf
+from headrace.errors import ModelError, UsageError
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A model's tokenizer. render_chat turns messages into the prompt text of the next answer."""
+
+    core: tokenizers.Tokenizer
+    render_chat: Callable[[list[Message]], str]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain prompt, with the model's own start token if it has one."""
+        return list(self.core.encode(text).ids)
+
+    def encode_chat(self, messages: list[Message]) -> list[int]:
+        """Token ids of a chat; the template brings its own special tokens.
+
+        Raises UsageError if the model has no chat template or the template refuses the messages.
+        """
+        return list(self.core.encode(self.render_chat(messages), add_special_tokens=False).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of the tokens, without special ones."""
+        text: str = self.core.decode(ids, skip_special_tokens=True)
+        return text
+
+
+def tokenizer_from_huggingface(path: Path) -> Tokenizer:
+    """The directory's tokenizer through transformers; ModelError if its files are wrong."""
+    # Slow to import, and only this kind of model needs it.
+    from transformers import AutoTokenizer
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            core = loaded.backend_tokenizer
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"model {path}: its tokenizer cannot be loaded: {reason}") from error
+
+    def render(messages: list[Message]) -> str:
+        if not loaded.chat_template:
+            _no_template(path)
+        try:
+            text = loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:
+            raise UsageError(f"the chat template refuses the messages: {error}") from error
+        return str(text)
+
+    return Tokenizer(core, render)
+
+
+def tokenizer_of_gguf(file: GgufFile) -> Tokenizer:
+    """The tokenizer and chat template inside a GGUF file; ModelError if it is not supported."""
+    core = tokenizer_from_gguf(file)
+    template = file.metadata.get("tokenizer.chat_template")
+    specials = {
+        f"{name}_token": core.id_to_token(token) or "" for name, token in special_ids(file).items()
+    }
+
+    def render(messages: list[Message]) -> str:
+        if not isinstance(template, str):
+            _no_template(file.path)
+        return _render_template(template, messages, specials)
+
+    return Tokenizer(core, render)
+
+
+def _render_template(template: str, messages: list[Message], specials: dict[str, str]) -> str:
+    """Render a chat template with the names and settings that transformers promises templates.
+
+    Source: https://huggingface.co/docs/transformers/chat_templating_writing
+    """
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    context: dict[str, Any] = {**specials, "messages": messages, "add_generation_prompt": True}
+    try:
+        return environment.from_string(template).render(context)
+    except TemplateError as error:
+        raise UsageError(f"the chat template refuses the messages: {error}") from error
+
+
+def _no_template(path: Path) -> NoReturn:
+    raise UsageError(f"model {path} has no chat template: give a plain prompt without --chat")

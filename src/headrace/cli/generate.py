@@ -1,0 +1,210 @@
+"""`headrace generate`: complete one prompt, streamed or as JSON."""
+
+import json
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from headrace.cli.progress import loading_display
+from headrace.engine.request import FinishReason
+from headrace.errors import UsageError
+from headrace.llm import LLM
+from headrace.pipeline.cache_size import parse_size
+from headrace.protocol.sampling_params import SamplingParams
+
+
+def _size(text: str) -> int:
+    size = parse_size(text)
+    if size is None:
+        raise typer.BadParameter(f"{text!r} is not a size such as 2GiB or 500MB")
+    return size
+
+
+def generate(
+    model: Annotated[str, typer.Option(help="GGUF file, Hugging Face directory, or smollm2.")],
+    prompt: Annotated[str | None, typer.Option(help="The text to complete.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="Read the prompt from a file; default: standard input.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's message to a chat model.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(help="At most so many output tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 1.0,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    pipeline_parallel_size: Annotated[
+        int, typer.Option("--pipeline-parallel-size", "-pp", help="Number of stages.")
+    ] = 1,
+    layer_partition: Annotated[
+        str | None, typer.Option(help="Layers per stage, such as 19,11; default: by cost.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Positions a sequence may have; default: the model's.")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Sequences that run at the same time; default: 256.")
+    ] = None,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = 512,
+    block_size: Annotated[int, typer.Option(help="Positions in a KV-cache block.")] = 16,
+    kv_cache_memory: Annotated[
+        str | None,
+        typer.Option(help="KV cache a stage, such as 2GiB; default: half of what is free."),
+    ] = None,
+    token_feedback: Annotated[
+        str, typer.Option(help="deferred, or blocking to measure what engines used to do.")
+    ] = "deferred",
+    num_microbatches: Annotated[
+        int | None, typer.Option(help="Groups of sequences that take turns; default: one a stage.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Base of the random numbers.")] = 0,
+    master_addr: Annotated[str, typer.Option(help="Address where stages meet.")] = "127.0.0.1",
+    master_port: Annotated[int, typer.Option(help="Its port; 0 picks a free one.")] = 0,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> int:
+    """Complete a prompt and print the answer as it comes."""
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=ignore_eos)
+    settings: dict[str, Any] = {
+        "pipeline_parallel_size": pipeline_parallel_size,
+        "layer_partition": layer_partition,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "block_size": block_size,
+        "kv_cache_memory": None if kv_cache_memory is None else _size(kv_cache_memory),
+        "token_feedback": token_feedback,
+        "num_microbatches": num_microbatches,
+        "seed": seed,
+        "master_addr": master_addr,
+        "master_port": master_port,
+    }
+    text = _read_prompt(prompt, prompt_file)
+    display = nullcontext(lambda _: None) if as_json else loading_display(pipeline_parallel_size)
+    with display as on_progress:
+        llm = LLM(model, on_progress=on_progress, **settings)
+    with llm:
+        tokenizer = llm.running.tokenizer
+        ids = (
+            tokenizer.encode_chat([{"role": "user", "content": text}])
+            if chat
+            else tokenizer.encode(text)
+        )
+        answer = _answer(llm, ids, params, echo=not as_json)
+        llm.settle()
+        if as_json:
+            print(json.dumps(_as_json(llm, ids, answer)))
+        else:
+            _print_summary(llm, ids, answer)
+    return 0
+
+
+@dataclass
+class _Answer:
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return len(self.token_ids) / self.total_s if self.total_s else 0.0
+
+
+def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if prompt is not None and prompt_file is not None:
+        raise UsageError("--prompt and --prompt-file exclude each other")
+    if prompt is not None:
+        return prompt
+    source: Path | Literal["standard input"] = prompt_file or "standard input"
+    try:
+        if isinstance(source, Path):
+            return source.read_text(encoding="utf-8")
+        if sys.stdin.isatty():
+            print("type the prompt, then Ctrl-D:", file=sys.stderr)
+        return sys.stdin.buffer.read().decode("utf-8")
+    except OSError as error:
+        raise UsageError(f"the prompt cannot be read from {source}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt in {source} is not UTF-8 text: {error.reason}") from error
+
+
+def _answer(llm: LLM, prompt: list[int], params: SamplingParams, echo: bool) -> _Answer:
+    """Run the request; echo: print the text as it comes."""
+    answer = _Answer()
+    started = time.monotonic()
+    for delta in llm.stream(prompt, params):
+        if delta.token is not None:
+            answer.token_ids.append(delta.token)
+        if len(answer.token_ids) == 1:
+            answer.first_token_s = time.monotonic() - started
+        answer.text += delta.text
+        answer.finish_reason = delta.finish_reason
+        if echo:
+            print(delta.text, end="", flush=True)
+    answer.total_s = time.monotonic() - started
+    if echo:
+        print(flush=True)
+    return answer
+
+
+def _as_json(llm: LLM, prompt: list[int], answer: _Answer) -> dict[str, Any]:
+    running = llm.running
+    return {
+        "prompt_tokens": len(prompt),
+        "output_token_ids": answer.token_ids,
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "timing": {
+            "load_s": round(running.load_s, 3),
+            "first_token_s": round(answer.first_token_s, 4),
+            "output_tokens_per_s": round(answer.tokens_per_s, 2),
+        },
+        "dtype": running.dtype,
+        "stages": [
+            {
+                "layers": share.num_layers,
+                "busy_fraction": round(usage.busy_fraction, 4),
+                "feedback_wait_s": round(usage.feedback_wait_s, 4),
+                "activation_wait_s": round(usage.activation_wait_s, 4),
+                "weight_bytes": loaded.weight_bytes,
+                "peak_memory_bytes": usage.peak_memory_bytes,
+            }
+            for share, usage, loaded in zip(
+                running.shares, running.engine.usage, running.loaded, strict=True
+            )
+        ],
+    }
+
+
+def _print_summary(llm: LLM, prompt: list[int], answer: _Answer) -> None:
+    running = llm.running
+    table = Table(
+        title=f"{len(prompt)} prompt + {len(answer.token_ids)} output tokens, "
+        f"{answer.tokens_per_s:.1f} tokens/s, first after {answer.first_token_s:.2f} s, "
+        f"loaded in {running.load_s:.1f} s, {running.dtype}",
+        title_justify="left",
+    )
+    for heading in ("stage", "layers", "busy", "feedback wait", "activation wait", "peak memory"):
+        table.add_column(heading, justify="right")
+    for number, (share, usage) in enumerate(zip(running.shares, running.engine.usage, strict=True)):
+        table.add_row(
+            str(number),
+            str(share.num_layers),
+            f"{usage.busy_fraction:.0%}",
+            f"{usage.feedback_wait_s:.2f} s",
+            f"{usage.activation_wait_s:.2f} s",
+            f"{usage.peak_memory_bytes / 2**20:.0f} MiB",
+        )
+    Console(stderr=True, width=None if sys.stderr.isatty() else 100).print(table)

@@ -1,0 +1,94 @@
+"""What an engine can be told, with vLLM's names where vLLM has them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from headrace.errors import UsageError
+from headrace.protocol.sampling_params import MAX_SEED
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of an engine. Raises UsageError naming the flag for values out of range.
+
+    model: a GGUF file, a Hugging Face directory or the name of a packaged model (smollm2).
+    dtype: of weights, activations and cache; auto is bfloat16 where the cores multiply it and the
+        checkpoint is not float32, else float32.
+    pipeline_parallel_size: number of stages. layer_partition: layers per stage such as "19,11";
+        None splits by cost.
+    max_model_len: positions a sequence may have; None takes the model's own limit.
+    max_num_seqs: sequences that run at the same time; None for 256, or fewer if
+        max_num_batched_tokens is less.
+    max_num_batched_tokens: tokens in one step.
+    block_size: positions in a KV-cache block. kv_cache_memory: bytes of cache a stage, None for
+        half of what is free.
+    token_feedback: deferred, or blocking (for measuring).
+    num_microbatches: groups of sequences that take turns; None for one a stage.
+    seed: base of the random numbers of requests without a seed.
+    master_addr, master_port: where stages meet; port 0 picks a free one.
+    stall_timeout: seconds that any wait inside the pipeline may take.
+    """
+
+    model: str
+    dtype: str = "auto"
+    pipeline_parallel_size: int = 1
+    layer_partition: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int = 512
+    block_size: int = 16
+    kv_cache_memory: int | None = None
+    token_feedback: Literal["deferred", "blocking"] = "deferred"
+    num_microbatches: int | None = None
+    seed: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    stall_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UsageError(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype}")
+        if self.token_feedback not in ("deferred", "blocking"):
+            raise UsageError(
+                f"--token-feedback must be deferred or blocking, not {self.token_feedback}"
+            )
+        for name in (
+            "pipeline_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+            "block_size", "kv_cache_memory", "num_microbatches",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{_flag(name)} must be at least 1, not {value}")
+        if self.max_num_seqs is not None and self.max_num_seqs > self.max_num_batched_tokens:
+            raise UsageError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "
+                f"--max-num-seqs {self.max_num_seqs}: each decoding sequence takes one token a step"
+            )
+        if not 0 <= self.seed <= MAX_SEED:
+            raise UsageError(f"--seed must be from 0 to {MAX_SEED}, not {self.seed}")
+        if not 0 <= self.master_port <= 65535:
+            raise UsageError(f"--master-port must be from 0 to 65535, not {self.master_port}")
+        if not self.stall_timeout > 0:
+            raise UsageError(f"--stall-timeout must be above 0, not {self.stall_timeout}")
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that may run at the same time."""
+        return self.max_num_seqs or min(256, self.max_num_batched_tokens)
+
+    @property
+    def microbatches(self) -> int:
+        """Groups of sequences that take turns."""
+        return self.num_microbatches or self.pipeline_parallel_size
+
+    @property
+    def window(self) -> int:
+        """Steps planned beyond the newest result: each group's next, and two to hide the way of
+        plans and results."""
+        return max(self.microbatches, self.pipeline_parallel_size) + 2
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

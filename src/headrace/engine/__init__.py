@@ -1,0 +1,1 @@
+"""DECIDES: requests, scheduler, block pool, outputs. Knows plans, not tensors."""

@@ -1,0 +1,1 @@
+"""Kernels of the forward pass. Today each is its plain torch reference."""

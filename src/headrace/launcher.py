@@ -1,0 +1,182 @@
+"""Brings up a whole engine: the one place that knows both the engine and the pipeline."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.checkpoint.config import config_from_gguf, config_from_huggingface
+from headrace.checkpoint.gguf_file import read_gguf
+from headrace.checkpoint.locate import ModelFiles, locate_model
+from headrace.checkpoint.tokenizer import (
+    Tokenizer,
+    tokenizer_from_huggingface,
+    tokenizer_of_gguf,
+)
+from headrace.config import EngineConfig
+from headrace.engine.engine import Engine
+from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.errors import ModelError, UsageError
+from headrace.pipeline.cache_size import choose_num_blocks
+from headrace.pipeline.cpus import computes_bfloat16
+from headrace.pipeline.launch import StageProcesses, bind_master
+from headrace.pipeline.partition import (
+    balanced_layers,
+    check_stage_count,
+    layer_costs,
+    parse_layer_partition,
+    stage_shares,
+)
+from headrace.protocol.messages import Loaded, Loading, StageConfig
+from headrace.protocol.model_config import ModelConfig, StageShare
+
+
+@dataclass(frozen=True)
+class RunningEngine:
+    """An engine that is ready, with what there is to know about it. load_s: how long that took."""
+
+    engine: Engine
+    stages: StageProcesses
+    tokenizer: Tokenizer
+    model_config: ModelConfig
+    shares: list[StageShare]
+    loaded: list[Loaded]
+    dtype: str
+    max_model_len: int
+    num_blocks: int
+    load_s: float
+
+
+def launch(
+    config: EngineConfig, on_progress: Callable[[Loading], None] = lambda _: None
+) -> RunningEngine:
+    """Read the model's files, start the stages and wait until they are ready.
+
+    Raises UsageError, ModelError, StartError or PipelineError; no process is left behind then.
+    """
+    started = time.monotonic()
+    files = locate_model(config.model)
+    model_config, load_tokenizer = _read_model(files)
+    shares = _shares(config, model_config)
+    max_model_len = _max_model_len(config, model_config)
+    dtype = _dtype(config, model_config)
+    # Only stages on several ranks meet, and only they need an address.
+    pipelined = config.pipeline_parallel_size > 1
+    master = bind_master(config.master_addr, config.master_port) if pipelined else None
+    try:
+        stages = StageProcesses(
+            [
+                StageConfig(
+                    epoch=0,
+                    stage=number,
+                    num_stages=len(shares),
+                    share=share,
+                    model_path=str(files.path.resolve()),
+                    model_kind=files.kind,
+                    model_config=model_config,
+                    dtype=dtype,
+                    max_model_len=max_model_len,
+                    max_num_seqs=config.sequences,
+                    block_size=config.block_size,
+                    window=config.window,
+                    blocking_feedback=config.token_feedback == "blocking",
+                    stall_timeout=config.stall_timeout,
+                    master_addr=config.master_addr,
+                    master_port=master.getsockname()[1] if master else 0,
+                    store_fd=master.fileno() if master and number == 0 else None,
+                )
+                for number, share in enumerate(shares)
+            ]
+        )
+    finally:
+        if master:
+            master.close()
+    try:
+        # Meanwhile the stages load.
+        tokenizer = load_tokenizer()
+        _check_vocabulary(files, tokenizer, model_config)
+        loaded = stages.wait_loaded(on_progress)
+        num_blocks = choose_num_blocks(
+            [stage.cache_bytes_per_block for stage in loaded],
+            config.block_size,
+            max_model_len,
+            config.sequences,
+            config.kv_cache_memory,
+        )
+        stages.allocate_cache(num_blocks, on_progress)
+    except BaseException:
+        stages.close(drain=False)
+        raise
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=config.sequences,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            num_microbatches=config.microbatches,
+            window=config.window,
+            eos_token_ids=frozenset(model_config.eos_token_ids),
+        )
+    )
+    engine = Engine(
+        scheduler=scheduler,
+        pipeline=stages,
+        tokenizer=tokenizer.core,
+        vocab_size=model_config.vocab_size,
+        num_stages=len(shares),
+        seed=config.seed,
+        stall_timeout=config.stall_timeout,
+    )
+    return RunningEngine(
+        engine=engine,
+        stages=stages,
+        tokenizer=tokenizer,
+        model_config=model_config,
+        shares=shares,
+        loaded=loaded,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        load_s=time.monotonic() - started,
+    )
+
+
+def _read_model(files: ModelFiles) -> tuple[ModelConfig, Callable[[], Tokenizer]]:
+    """The model's configuration, and what loads its tokenizer when there is time."""
+    if files.kind == "gguf":
+        file = read_gguf(files.path)
+        return config_from_gguf(file), lambda: tokenizer_of_gguf(file)
+    return config_from_huggingface(files.path), lambda: tokenizer_from_huggingface(files.path)
+
+
+def _shares(config: EngineConfig, model: ModelConfig) -> list[StageShare]:
+    num_stages = config.pipeline_parallel_size
+    check_stage_count(model.num_layers, num_stages)
+    if config.layer_partition is None:
+        return stage_shares(balanced_layers(model.num_layers, num_stages, layer_costs(model)))
+    return stage_shares(parse_layer_partition(config.layer_partition, model.num_layers, num_stages))
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model.max_positions:
+        raise UsageError(
+            f"--max-model-len {wanted} is more than the {model.max_positions} positions that the "
+            "model was made for"
+        )
+    return wanted or model.max_positions
+
+
+def _dtype(config: EngineConfig, model: ModelConfig) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    return "bfloat16" if model.dtype != "float32" and computes_bfloat16() else "float32"
+
+
+def _check_vocabulary(files: ModelFiles, tokenizer: Tokenizer, model: ModelConfig) -> None:
+    size = tokenizer.core.get_vocab_size()
+    if size > model.vocab_size:
+        raise ModelError(
+            f"model {files.path}: its tokenizer has {size} tokens, its weights {model.vocab_size}: "
+            "the tokenizer belongs to another model"
+        )

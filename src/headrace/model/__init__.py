@@ -1,0 +1,1 @@
+"""COMPUTES: architectures, layers, weight loading."""

@@ -1,0 +1,185 @@
+"""The Llama family: Llama 2 and 3, Mistral, SmolLM2."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from headrace.kernels.attention import AttentionBatch, paged_attention, write_kv
+from headrace.kernels.elementwise import rms_norm, rotate, silu_and_multiply
+from headrace.model.linear import Linear
+from headrace.model.rope import rotation_tables
+from headrace.model.weights import TensorSource
+from headrace.protocol.model_config import ModelConfig, StageShare
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One transformer layer; q, k and v are one product, gate and up another."""
+
+    attention_norm: torch.Tensor
+    qkv: Linear
+    attention_out: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True)
+class LlamaStage:
+    """The part of the model that one stage holds.
+
+    embedding [vocab, hidden] is there on the first stage only, final_norm and head on the last.
+    cos, sin: float32 [max_model_len, head_dim / 2].
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    layers: list[Layer]
+    cos: torch.Tensor
+    sin: torch.Tensor
+    embedding: torch.Tensor | None
+    final_norm: torch.Tensor | None
+    head: Linear | None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights held."""
+        tensors = [self.embedding, self.final_norm]
+        products = [self.head]
+        for layer in self.layers:
+            tensors += [layer.attention_norm, layer.mlp_norm]
+            products += [layer.qkv, layer.attention_out, layer.gate_up, layer.down]
+        return sum(t.nbytes for t in tensors if t is not None) + sum(
+            p.nbytes for p in products if p is not None
+        )
+
+    def forward(
+        self, inputs: torch.Tensor, batch: AttentionBatch, caches: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """Run the stage's layers on T tokens.
+
+        inputs: ids int64 [T] on the first stage, else activations [T, hidden]. caches: one per
+        layer, as in kernels.attention. Returns activations [T, hidden].
+        """
+        x = inputs if self.embedding is None else F.embedding(inputs, self.embedding)
+        cos = self.cos[batch.positions].to(self.dtype)
+        sin = self.sin[batch.positions].to(self.dtype)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = x + self._attend(layer, x, cos, sin, batch, cache)
+            x = x + self._feed_forward(layer, x)
+        return x
+
+    def logits(self, activations: torch.Tensor) -> torch.Tensor:
+        """Scores over the vocabulary, [rows, vocab], of the given rows [rows, hidden]."""
+        assert self.final_norm is not None
+        assert self.head is not None
+        return self.head(rms_norm(activations, self.final_norm, self.config.rms_norm_epsilon))
+
+    def _attend(
+        self,
+        layer: Layer,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: AttentionBatch,
+        cache: torch.Tensor,
+    ) -> torch.Tensor:
+        config = self.config
+        mixed = layer.qkv(rms_norm(x, layer.attention_norm, config.rms_norm_epsilon))
+        heads = mixed.view(len(x), -1, config.head_dim)
+        query, key, value = torch.split(
+            heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1
+        )
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        write_kv(key, value, cache, batch)
+        attended = paged_attention(
+            query, cache, batch, config.head_dim**-0.5, config.sliding_window
+        )
+        return layer.attention_out(attended.flatten(1))
+
+    def _feed_forward(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        normed = rms_norm(x, layer.mlp_norm, self.config.rms_norm_epsilon)
+        return layer.down(silu_and_multiply(layer.gate_up(normed)))
+
+
+def load_llama(
+    config: ModelConfig,
+    share: StageShare,
+    source: TensorSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    progress: Callable[[float], None],
+) -> LlamaStage:
+    """Load one stage's weights and nothing else; calls progress with the fraction done.
+
+    Raises ModelError for tensors that are missing or of the wrong shape.
+    """
+    hidden, vocab = config.hidden_size, config.vocab_size
+    total = share.end_layer - share.first_layer + 2
+
+    def vector(name: str) -> torch.Tensor:
+        return source.load(name, (hidden,)).to(device, dtype)
+
+    def product(names: list[str], outs: list[int], width: int, bias: bool) -> Linear:
+        """One product from the given tensors, stacked along the outputs."""
+        shapes = list(zip(names, outs, strict=True))
+        weight = torch.cat([source.load(f"{n}.weight", (out, width)) for n, out in shapes])
+        biases = [source.load(f"{n}.bias", (out,)) for n, out in shapes] if bias else None
+        stacked = None if biases is None else torch.cat(biases).to(device)
+        return Linear(weight.to(device), stacked, dtype)
+
+    def layer(number: int) -> Layer:
+        at = f"model.layers.{number}"
+        queries, keys = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+        inner = config.intermediate_size
+        attention, mlp = f"{at}.self_attn", f"{at}.mlp"
+        return Layer(
+            attention_norm=vector(f"{at}.input_layernorm.weight"),
+            qkv=product(
+                [f"{attention}.{p}_proj" for p in "qkv"],
+                [queries, keys, keys],
+                hidden,
+                config.attention_bias,
+            ),
+            attention_out=product(
+                [f"{attention}.o_proj"], [hidden], queries,
+                config.attention_bias and source.has(f"{attention}.o_proj.bias"),
+            ),
+            mlp_norm=vector(f"{at}.post_attention_layernorm.weight"),
+            gate_up=product(
+                [f"{mlp}.gate_proj", f"{mlp}.up_proj"], [inner, inner], hidden, config.mlp_bias
+            ),
+            down=product([f"{mlp}.down_proj"], [hidden], inner, config.mlp_bias),
+        )  # fmt: skip
+
+    embedding = None
+    if share.embeds:
+        embedding = source.load("model.embed_tokens.weight", (vocab, hidden)).to(device, dtype)
+    progress(1 / total)
+    layers = []
+    for number in range(share.first_layer, share.end_layer):
+        layers.append(layer(number))
+        progress((len(layers) + 1) / total)
+    final_norm = head = None
+    if share.samples:
+        final_norm = vector("model.norm.weight")
+        name = "model.embed_tokens" if config.tied_head else "lm_head"
+        head = product([name], [vocab], hidden, bias=False)
+    factors = None
+    if source.has("rope_freqs.weight"):
+        factors = source.load("rope_freqs.weight", (config.head_dim // 2,)).float()
+    cos, sin = rotation_tables(config.rope, config.head_dim, max_model_len, factors)
+    progress(1.0)
+    return LlamaStage(
+        config=config,
+        dtype=dtype,
+        layers=layers,
+        cos=cos.to(device),
+        sin=sin.to(device),
+        embedding=embedding,
+        final_norm=final_norm,
+        head=head,
+    )

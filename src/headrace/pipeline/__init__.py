@@ -1,0 +1,1 @@
+"""MOVES: stage loop, token feedback, links, launch, partition, timeline."""

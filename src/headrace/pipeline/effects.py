@@ -1,0 +1,73 @@
+"""What a stage loop yields: every wait, every send, every piece of work. No I/O here.
+
+The driver that runs the generator carries each effect out and sends its value back in. Links and
+processes (pipeline/stage_process.py) are one driver, the simulator in the tests is another.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from headrace.pipeline.ledger import Channel
+from headrace.protocol.messages import Result
+
+
+@dataclass(frozen=True, slots=True)
+class TakePlans:
+    """Value: list[Plan | Stop], those that arrived. wait: block until there is at least one."""
+
+    wait: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PostReceive:
+    """Start receiving into buffer. Never blocks. Value: None."""
+
+    channel: Channel
+    step: int
+    buffer: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Start sending the tensor; the ledger keeps it until waited for. Never blocks. Value: None."""
+
+    channel: Channel
+    step: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait for a transfer started before. Value: its buffer."""
+
+    channel: Channel
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run `work`, which only computes. Value: what it returns."""
+
+    kind: Literal["forward", "sample"]
+    step: int
+    work: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EmitResult:
+    """Tell the engine what the step sampled. Value: None."""
+
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The stage is done with the step: a moment for a report. Value: None."""
+
+    step: int
+
+
+Effect = TakePlans | PostReceive | Send | Wait | Compute | EmitResult | StepDone

@@ -1,0 +1,150 @@
+"""A stage's model with its per-slot state: turns plans into batches and runs them."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from headrace.kernels.attention import AttentionBatch
+from headrace.model.llama import LlamaStage
+from headrace.pipeline.stage_loop import PlanOrderError
+from headrace.protocol.plan import Admission, Plan, Yield
+from headrace.sampling.sampler import SlotSampling, sample
+
+
+@dataclass
+class _Slot:
+    """A running sequence on this stage. next_position: the first position not computed yet."""
+
+    sampling: SlotSampling
+    next_position: int = 0
+    num_blocks: int = 0
+
+
+@dataclass
+class ModelExecutor:
+    """Runs a LlamaStage. The KV cache belongs to it; block ids are the same on all stages.
+
+    num_blocks and block_size are the cache's; max_blocks bounds one slot's block table.
+    """
+
+    model: LlamaStage
+    max_num_seqs: int
+    num_blocks: int
+    block_size: int
+    max_blocks: int
+    device: torch.device
+    _caches: list[torch.Tensor] = field(init=False)
+    _block_tables: np.ndarray = field(init=False)
+    _slots: dict[int, _Slot] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        config = self.model.config
+        shape = (2, self.num_blocks, self.block_size, config.num_kv_heads, config.head_dim)
+        self._caches = [_zeros(shape, self.model.dtype, self.device) for _ in self.model.layers]
+        self._block_tables = np.zeros((self.max_num_seqs, self.max_blocks), dtype=np.int64)
+
+    def begin(self, plan: Plan) -> None:
+        """Apply the plan's admissions and appended blocks."""
+        for admission in plan.admitted:
+            self._admit(admission)
+        for appended in plan.appended:
+            slot = self._slot(appended.slot)
+            end = slot.num_blocks + len(appended.blocks)
+            self._block_tables[appended.slot, slot.num_blocks : end] = appended.blocks
+            slot.num_blocks = end
+
+    def forward(self, plan: Plan, inputs: torch.Tensor) -> torch.Tensor:
+        """Run the stage's layers; on the last stage also the head, on rows that sample."""
+        batch = self._batch(plan)
+        activations = self.model.forward(inputs, batch, self._caches)
+        ends = [
+            end - 1
+            for row, end in zip(plan.rows, np.cumsum(batch.query_lens).tolist(), strict=True)
+            if row.yields is Yield.TOKEN
+        ]
+        if self.model.head is None or not ends:
+            return activations
+        return self.model.logits(activations[ends])
+
+    def sample(self, plan: Plan, logits: torch.Tensor) -> torch.Tensor:
+        """Tokens of the yielding rows, int64 [yielding rows]."""
+        yielding = [self._slot(row.slot) for row in plan.rows if row.yields is Yield.TOKEN]
+        return sample(logits, [slot.sampling for slot in yielding])
+
+    def end(self, plan: Plan) -> None:
+        """Apply the plan's releases."""
+        for number in plan.released:
+            self._slot(number)
+            del self._slots[number]
+
+    def activations_buffer(self, tokens: int) -> torch.Tensor:
+        """A new buffer for activations [tokens, hidden] of the model's dtype."""
+        return torch.empty(
+            tokens, self.model.config.hidden_size, dtype=self.model.dtype, device=self.device
+        )
+
+    def _admit(self, admission: Admission) -> None:
+        if admission.slot in self._slots:
+            raise PlanOrderError(f"slot {admission.slot} is given out while it is taken")
+        self._slots[admission.slot] = _Slot(
+            SlotSampling(admission.seed, admission.temperature, len(admission.outputs))
+        )
+
+    def _slot(self, number: int) -> _Slot:
+        slot = self._slots.get(number)
+        if slot is None:
+            raise PlanOrderError(f"the plan names slot {number}, which nobody has")
+        return slot
+
+    def _batch(self, plan: Plan) -> AttentionBatch:
+        starts = []
+        for row in plan.rows:
+            slot = self._slot(row.slot)
+            if row.start is not None and row.start != slot.next_position:
+                raise PlanOrderError(
+                    f"step {plan.step} starts slot {row.slot} at position {row.start}, "
+                    f"it is at {slot.next_position}"
+                )
+            starts.append(slot.next_position)
+            slot.next_position += len(row.inputs)
+        lengths = np.array([len(row.inputs) for row in plan.rows], dtype=np.int64)
+        firsts = np.array(starts, dtype=np.int64)
+        bounds = np.concatenate(([0], np.cumsum(lengths)))
+        positions = np.arange(bounds[-1]) + np.repeat(firsts - bounds[:-1], lengths)
+        slots = np.array([row.slot for row in plan.rows], dtype=np.int64)
+        contexts = firsts + lengths
+        used = -(-int(contexts.max()) // self.block_size)
+        tables = self._block_tables[slots, :used]
+        blocks = self._block_tables[np.repeat(slots, lengths), positions // self.block_size]
+        return AttentionBatch(
+            positions=self._tensor(positions),
+            cache_index=self._tensor(blocks * self.block_size + positions % self.block_size),
+            block_tables=self._tensor(tables),
+            query_starts=self._tensor(bounds),
+            context_lens=self._tensor(contexts),
+            query_lens=lengths.tolist(),
+            context_list=contexts.tolist(),
+        )
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, not garbage: a masked place must not hold a NaN, which would survive the mask.
+
+    On CPUs through numpy, whose zeros take no memory until they are written; torch's do.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def cache_bytes_per_block(model: LlamaStage, block_size: int) -> int:
+    """Bytes that one block takes on this stage, keys and values of all its layers."""
+    config = model.config
+    per_layer = 2 * block_size * config.num_kv_heads * config.head_dim * model.dtype.itemsize
+    return per_layer * len(model.layers)

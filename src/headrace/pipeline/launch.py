@@ -1,0 +1,255 @@
+"""Starts the stage processes, talks to them, and leaves none behind."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from headrace.errors import HeadraceError, PipelineError, StartError
+from headrace.pipeline.cpus import split_cpus
+from headrace.protocol import codec
+from headrace.protocol.messages import (
+    CacheConfig,
+    Failure,
+    FromStage,
+    Loaded,
+    Loading,
+    Ready,
+    Report,
+    Result,
+    StageConfig,
+    Stop,
+    ToStage,
+)
+from headrace.protocol.plan import Plan
+
+# Seconds: for a stage to show any progress at start, for one to be found dead after another lost
+# its link to it, for an ordered stop.
+_START_DEADLINE = 120.0
+_DEATH_GRACE = 2.0
+_STOP_GRACE = 5.0
+
+
+@dataclass
+class _Stage:
+    number: int
+    process: subprocess.Popen[bytes]
+    socket: zmq.Socket[bytes]
+    log: Path
+    layers: str
+
+
+class StageProcesses:
+    """The running stages, as the engine's Pipeline. Always close() it."""
+
+    def __init__(self, configs: list[StageConfig]) -> None:
+        # Only this user may enter: the sockets in it have no other lock.
+        self._folder = Path(tempfile.mkdtemp(prefix="headrace-"))
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._stages: list[_Stage] = []
+        self._epoch = configs[0].epoch
+        try:
+            cpus = split_cpus(len(configs))
+            for config in configs:
+                self._stages.append(self._spawn(config, cpus[config.stage]))
+        except BaseException:
+            self.close(drain=False)
+            raise
+
+    def wait_loaded(self, on_progress: Callable[[Loading], None]) -> list[Loaded]:
+        """Until every stage holds its weights. Raises StartError or what a stage reports."""
+        return self._wait_for(Loaded, on_progress)
+
+    def allocate_cache(self, num_blocks: int, on_progress: Callable[[Loading], None]) -> None:
+        """Have every stage allocate its cache and meet the others."""
+        self._send_all(CacheConfig(num_blocks))
+        self._wait_for(Ready, on_progress)
+
+    def send(self, plan: Plan) -> None:
+        """Give the plan to every rank, in order."""
+        self._send_all(plan)
+
+    def receive(self, timeout_s: float) -> list[Result | Report]:
+        """Messages of this epoch that arrived, waiting up to timeout_s for the first.
+
+        Raises PipelineError naming the stage if one failed or died.
+        """
+        messages: list[Result | Report] = []
+        for message in self._receive(timeout_s):
+            if not isinstance(message, Result | Report):
+                raise PipelineError(f"unexpected {type(message).__name__} from a stage")
+            if message.epoch == self._epoch:
+                messages.append(message)
+        return messages
+
+    def close(self, drain: bool) -> None:
+        """End all stages. drain: let them finish the plans they hold; else at once."""
+        if drain and all(stage.process.poll() is None for stage in self._stages):
+            self._send_all(Stop(self._epoch))
+            deadline = time.monotonic() + _STOP_GRACE
+            for stage in self._stages:
+                try:
+                    stage.process.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    break
+        for stage in self._stages:
+            stage.process.kill()
+        for stage in self._stages:
+            stage.process.wait()
+            if stage.process.stdin is not None:
+                stage.process.stdin.close()
+            stage.socket.close(linger=0)
+        self._stages.clear()
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def pids(self) -> list[int]:
+        """Process ids, first stage first."""
+        return [stage.process.pid for stage in self._stages]
+
+    def _spawn(self, config: StageConfig, cpus: list[int]) -> _Stage:
+        address = f"ipc://{self._folder}/stage-{config.stage}"
+        endpoint = self._context.socket(zmq.PAIR)
+        endpoint.set_hwm(0)
+        try:
+            endpoint.bind(address)
+        except zmq.ZMQError as error:
+            endpoint.close(linger=0)
+            raise StartError(
+                f"cannot create sockets in {self._folder} ({error}): set TMPDIR to a short path "
+                "on a local disk"
+            ) from error
+        self._poller.register(endpoint, zmq.POLLIN)
+        log = self._folder / f"stage-{config.stage}.log"
+        environment = dict(os.environ)
+        environment["OMP_NUM_THREADS"] = str(max(1, len(cpus)))
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        inherited = [] if config.store_fd is None else [config.store_fd]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "headrace.pipeline.stage_process", address],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                pass_fds=inherited,
+                # A Ctrl-C in the terminal is for the engine, which then ends the stages.
+                start_new_session=True,
+            )
+        if cpus:
+            os.sched_setaffinity(process.pid, cpus)
+        endpoint.send(codec.encode(config))
+        first, last = config.share.first_layer, config.share.end_layer - 1
+        return _Stage(config.stage, process, endpoint, log, f"layers {first} to {last}")
+
+    def _send_all(self, message: ToStage) -> None:
+        data = codec.encode(message)
+        for stage in self._stages:
+            stage.socket.send(data)
+
+    def _receive(self, timeout_s: float) -> list[FromStage]:
+        """All messages at hand; the first failure or death is raised."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            # Deaths are noticed between polls: a dead process says nothing on its socket.
+            wait_s = max(0.0, min(0.2, deadline - time.monotonic()))
+            ready = self._poller.poll(int(wait_s * 1000))
+            messages: list[FromStage] = []
+            for endpoint, _ in ready:
+                while endpoint.poll(0):
+                    messages.append(self._decode(endpoint.recv()))
+            for message in messages:
+                if isinstance(message, Failure):
+                    raise self._error_of(message)
+            if messages:
+                return messages
+            self._check_alive()
+            if time.monotonic() >= deadline:
+                return []
+
+    @staticmethod
+    def _decode(data: bytes) -> FromStage:
+        try:
+            return codec.decode_from_stage(data)
+        except msgspec.DecodeError as error:
+            raise PipelineError(f"a stage sent a message that is none: {error}") from error
+
+    def _error_of(self, failure: Failure) -> HeadraceError:
+        """Blame the stage that died rather than the one that noticed."""
+        deadline = time.monotonic() + (_DEATH_GRACE if failure.lost_link else 0.0)
+        while time.monotonic() < deadline:
+            self._check_alive(but=failure.stage)
+            time.sleep(0.02)
+        error = PipelineError(f"stage {failure.stage}: {failure.message}")
+        error.add_note(failure.details)
+        return error
+
+    def _check_alive(self, but: int | None = None) -> None:
+        for stage in self._stages:
+            code = stage.process.poll()
+            if code is not None and stage.number != but:
+                name = f"stage {stage.number} ({stage.layers})"
+                raise PipelineError(f"{name} {_how_it_ended(code)}{_last_line(stage)}")
+
+    def _wait_for(
+        self, kind: type[Loaded] | type[Ready], on_progress: Callable[[Loading], None]
+    ) -> list[Loaded]:
+        """One message of this kind from every stage, in stage order."""
+        got: dict[int, FromStage] = {}
+        deadline = time.monotonic() + _START_DEADLINE
+        while len(got) < len(self._stages):
+            for message in self._receive(1.0):
+                deadline = time.monotonic() + _START_DEADLINE
+                if isinstance(message, Loading):
+                    on_progress(message)
+                elif isinstance(message, kind):
+                    got[message.stage] = message
+                else:
+                    raise StartError(f"unexpected {type(message).__name__} while starting")
+            if time.monotonic() > deadline:
+                missing = [s.number for s in self._stages if s.number not in got]
+                raise StartError(
+                    f"stages {missing} showed no progress for {_START_DEADLINE:g} s while starting"
+                )
+        return [m for _, m in sorted(got.items()) if isinstance(m, Loaded)]
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed by signal {-code} ({signal.strsignal(-code)})"
+
+
+def _last_line(stage: _Stage) -> str:
+    """What the process wrote last, such as the loader's word on a missing library."""
+    lines = stage.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return f": {lines[-1]}" if lines else ""
+
+
+def bind_master(address: str, port: int) -> socket.socket:
+    """The rendezvous store's listening socket; port 0 picks a free one.
+
+    Raises StartError naming address and port if it cannot be had.
+    """
+    master = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        master.bind((address, port))
+        master.listen()
+    except OSError as error:
+        master.close()
+        raise StartError(
+            f"cannot listen on {address}:{port} for the stages to meet "
+            f"({error.strerror or error}): choose another --master-port or 0 for a free one"
+        ) from error
+    return master

@@ -1,0 +1,94 @@
+"""Every transfer in flight, with its buffer: contract 2, point 4.
+
+A transfer is known by its channel and step and lives through three states:
+
+    (unknown) --open--> open --wait--> done
+
+| call                          | unknown | open           | done       |
+| ----------------------------- | ------- | -------------- | ---------- |
+| open                          | ok      | OpenTwice      | OpenTwice  |
+| wait                          | Unknown | ok, then done  | WaitTwice  |
+
+A channel's transfers are opened in step order, which makes "done" one number per channel instead
+of a growing set. wait() passes on what the handle raises (LinkError); the entry then counts as
+done, since a link never survives a failed wait.
+"""
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Tensors(enum.StrEnum):
+    """What an edge carries."""
+
+    ACTIVATIONS = "activations"
+    FEEDBACK = "feedback"
+
+
+class Channel(NamedTuple):
+    """One end of a directed edge, as the stage that holds the ledger sees it."""
+
+    tensors: Tensors
+    source: int
+    target: int
+
+
+class Handle(Protocol):
+    """A transfer that was started; each backend says what waiting for it means."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the buffer may be used again; LinkError if it cannot be."""
+
+
+class LedgerError(Exception):
+    """A stage broke the rules of the ledger: a fault in Headrace, never the user's."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    handle: Handle
+    buffer: torch.Tensor
+
+
+class Ledger:
+    """Owns handles and buffers from start to wait; each is waited for exactly once."""
+
+    def __init__(self) -> None:
+        self._open: dict[Channel, dict[int, _Entry]] = {}
+        self._newest: dict[Channel, int] = {}
+
+    def open(self, channel: Channel, step: int, handle: Handle, buffer: torch.Tensor) -> None:
+        """Take charge of a started transfer. LedgerError unless steps ascend on the channel."""
+        newest = self._newest.get(channel, -1)
+        if step <= newest:
+            raise LedgerError(f"{_name(channel, step)} opened twice or late: newest is {newest}")
+        self._newest[channel] = step
+        self._open.setdefault(channel, {})[step] = _Entry(handle, buffer)
+
+    def wait(self, channel: Channel, step: int, timeout_s: float) -> torch.Tensor:
+        """Wait for a transfer and give up its buffer. LedgerError if it is not open."""
+        entry = self._open.get(channel, {}).pop(step, None)
+        if entry is None:
+            if step <= self._newest.get(channel, -1):
+                raise LedgerError(f"{_name(channel, step)} waited for twice, or never started")
+            raise LedgerError(f"{_name(channel, step)} was never started")
+        entry.handle.wait(timeout_s)
+        return entry.buffer
+
+    def is_open(self, channel: Channel, step: int) -> bool:
+        """Whether the transfer was started and not waited for yet."""
+        return step in self._open.get(channel, {})
+
+    def open_transfers(self) -> Iterator[tuple[Channel, int]]:
+        """All transfers not waited for yet, each channel's in step order."""
+        for channel, entries in self._open.items():
+            for step in entries:
+                yield channel, step
+
+
+def _name(channel: Channel, step: int) -> str:
+    return f"{channel.tensors} {channel.source}->{channel.target} of step {step}"

@@ -1,0 +1,108 @@
+"""Which stage runs which layers: contiguous shares whose dearest is as cheap as possible."""
+
+from dataclasses import dataclass
+
+from headrace.errors import UsageError
+from headrace.protocol.model_config import ModelConfig, StageShare
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Relative cost of a step's parts: weights read, in elements.
+
+    The embedding is a gather of one row a token, so it costs next to nothing in time; the output
+    projection reads its whole matrix.
+    """
+
+    layer: int
+    embedding: int
+    head: int
+
+
+def layer_costs(config: ModelConfig) -> LayerCosts:
+    """Costs of a Llama-family model's parts."""
+    queries = config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    attention = config.hidden_size * (2 * queries + 2 * keys)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    return LayerCosts(
+        layer=attention + mlp,
+        embedding=config.hidden_size,
+        head=config.vocab_size * config.hidden_size,
+    )
+
+
+def balanced_layers(num_layers: int, num_stages: int, costs: LayerCosts) -> list[int]:
+    """Layers per stage, at least one each, with the smallest possible dearest stage.
+
+    Exact: tries the bounds that can occur. Among equals, earlier stages get fewer layers, since
+    they start first and a lighter first stage fills the pipeline sooner.
+    """
+    check_stage_count(num_layers, num_stages)
+
+    def fixed(stage: int) -> int:
+        return costs.embedding * (stage == 0) + costs.head * (stage == num_stages - 1)
+
+    def fill(bound: int) -> list[int] | None:
+        shares, left = [0] * num_stages, num_layers
+        for stage in range(num_stages - 1, -1, -1):
+            room = (bound - fixed(stage)) // costs.layer
+            shares[stage] = min(room, left - stage)
+            if shares[stage] < 1:
+                return None
+            left -= shares[stage]
+        return shares if left == 0 else None
+
+    bounds = sorted(
+        {
+            fixed(stage) + n * costs.layer
+            for stage in range(num_stages)
+            for n in range(1, num_layers + 1)
+        }
+    )
+    for bound in bounds:
+        shares = fill(bound)
+        if shares is not None:
+            return shares
+    raise AssertionError("the largest bound always fits")
+
+
+def check_stage_count(num_layers: int, num_stages: int) -> None:
+    """Raises UsageError if some stage would have no layer."""
+    if num_stages > num_layers:
+        raise UsageError(
+            f"--pipeline-parallel-size {num_stages} is more than the model's {num_layers} "
+            "layers: every stage needs at least one"
+        )
+
+
+def parse_layer_partition(text: str, num_layers: int, num_stages: int) -> list[int]:
+    """Layers per stage from a list such as "19,11"; raises UsageError if it does not fit."""
+    try:
+        shares = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(
+            f"--layer-partition {text!r} is not a list of whole numbers such as 19,11"
+        ) from None
+    if len(shares) != num_stages:
+        raise UsageError(
+            f"--layer-partition {text} has {len(shares)} parts, "
+            f"--pipeline-parallel-size is {num_stages}"
+        )
+    if min(shares) < 1:
+        raise UsageError(f"--layer-partition {text}: every stage needs at least one layer")
+    if sum(shares) != num_layers:
+        raise UsageError(
+            f"--layer-partition {text} adds up to {sum(shares)}, the model has {num_layers} layers"
+        )
+    return shares
+
+
+def stage_shares(layers_per_stage: list[int]) -> list[StageShare]:
+    """The shares that a list of layer counts describes."""
+    shares, first = [], 0
+    for stage, count in enumerate(layers_per_stage):
+        last = stage == len(layers_per_stage) - 1
+        shares.append(StageShare(first, first + count, embeds=stage == 0, samples=last))
+        first += count
+    return shares

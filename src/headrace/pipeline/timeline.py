@@ -1,0 +1,48 @@
+"""Where a stage's time goes, step by step."""
+
+import resource
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headrace.protocol.messages import Report
+
+Activity = Literal[
+    "plan_wait", "feedback_wait", "activation_wait", "send_wait", "forward", "sample"
+]
+
+
+@dataclass
+class StepTimes:
+    """Adds up one stage's activities, in seconds, until the step is done."""
+
+    epoch: int
+    stage: int
+    _seconds: dict[Activity, float] = field(default_factory=dict, init=False)
+    _began: float | None = field(default=None, init=False)
+
+    def add(self, activity: Activity, started: float, ended: float) -> None:
+        """Book an activity from `started` to `ended` on time.monotonic's clock."""
+        self._seconds[activity] = self._seconds.get(activity, 0.0) + ended - started
+        if self._began is None:
+            self._began = ended if activity == "plan_wait" else started
+
+    def finish(self, step: int) -> Report:
+        """The report of a step that is done; starts anew for the next."""
+        ended = time.monotonic()
+        began = ended if self._began is None else self._began
+        seconds, self._seconds, self._began = self._seconds, {}, None
+        return Report(
+            epoch=self.epoch,
+            step=step,
+            stage=self.stage,
+            began=began,
+            ended=ended,
+            plan_wait_s=seconds.get("plan_wait", 0.0),
+            feedback_wait_s=seconds.get("feedback_wait", 0.0),
+            activation_wait_s=seconds.get("activation_wait", 0.0),
+            send_wait_s=seconds.get("send_wait", 0.0),
+            forward_s=seconds.get("forward", 0.0),
+            sample_s=seconds.get("sample", 0.0),
+            peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )

@@ -1,0 +1,111 @@
+"""Messages around the plans: how a stage is set up, what it answers, how it ends."""
+
+from typing import Literal
+
+import msgspec
+
+from headrace.protocol.model_config import ModelConfig, StageShare
+from headrace.protocol.plan import Plan
+
+
+class StageConfig(msgspec.Struct, tag="stage_config", array_like=True, frozen=True, kw_only=True):
+    """First message to a stage: which part of which model it runs and how.
+
+    model_path and model_kind say where the weights are; dtype is the name of a torch dtype.
+    master_addr and master_port are the rendezvous store's; store_fd is its listening socket,
+    inherited by the first stage alone. stall_timeout, in seconds, bounds every wait for a peer.
+    """
+
+    epoch: int
+    stage: int
+    num_stages: int
+    share: StageShare
+    model_path: str
+    model_kind: Literal["gguf", "huggingface"]
+    model_config: ModelConfig
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    block_size: int
+    window: int
+    blocking_feedback: bool
+    stall_timeout: float
+    master_addr: str
+    master_port: int
+    store_fd: int | None
+
+
+class CacheConfig(msgspec.Struct, tag="cache_config", array_like=True, frozen=True):
+    """Second message to a stage: how many KV-cache blocks it allocates."""
+
+    num_blocks: int
+
+
+class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
+    """Last message of an epoch: finish the plans held, drain the links, exit."""
+
+    epoch: int
+
+
+class Loading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
+    """A stage's progress while it starts; fraction is from 0 to 1."""
+
+    stage: int
+    phase: str
+    fraction: float
+
+
+class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
+    """A stage holds its weights and says what they and a cache block take, in bytes."""
+
+    stage: int
+    weight_bytes: int
+    cache_bytes_per_block: int
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
+    """A stage has its cache and its links, and waits for plans."""
+
+    stage: int
+
+
+class Result(msgspec.Struct, tag="result", array_like=True, frozen=True):
+    """Last stage to engine: the tokens that each row of the step sampled (none or one each)."""
+
+    epoch: int
+    step: int
+    tokens: list[list[int]]
+
+
+class Report(msgspec.Struct, tag="report", array_like=True, frozen=True):
+    """Any stage to engine after a step: where the time went, in seconds of its own clock.
+
+    Reports influence speed and health, never tokens. began is the moment the stage had the plan,
+    ended the moment it was done with the step.
+    """
+
+    epoch: int
+    step: int
+    stage: int
+    began: float
+    ended: float
+    plan_wait_s: float
+    feedback_wait_s: float
+    activation_wait_s: float
+    send_wait_s: float
+    forward_s: float
+    sample_s: float
+    peak_memory_bytes: int
+
+
+class Failure(msgspec.Struct, tag="failure", array_like=True, frozen=True):
+    """A stage gives up. lost_link: a peer vanished, so another stage may be the one at fault."""
+
+    stage: int
+    message: str
+    lost_link: bool
+    details: str
+
+
+ToStage = StageConfig | CacheConfig | Plan | Stop
+FromStage = Loading | Loaded | Ready | Result | Report | Failure

@@ -1,0 +1,63 @@
+"""What a model is made of, independent of the files that say so."""
+
+import msgspec
+
+
+class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary embedding: base frequency and how it is stretched for long contexts.
+
+    kind: default, linear, llama3 or yarn, with Hugging Face's names for the parameters.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and options of a decoder-only transformer.
+
+    max_positions is the longest context it was made for; sliding_window, in positions, None for
+    full attention; dtype is the checkpoint's own ("float32", "bfloat16" or "float16").
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_epsilon: float
+    max_positions: int
+    tied_head: bool
+    attention_bias: bool
+    mlp_bias: bool
+    sliding_window: int | None
+    rope: RopeConfig
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+
+
+class StageShare(msgspec.Struct, frozen=True):
+    """One stage's part of the model: layers first_layer up to, not including, end_layer."""
+
+    first_layer: int
+    end_layer: int
+    embeds: bool
+    samples: bool
+
+    @property
+    def num_layers(self) -> int:
+        """How many transformer layers the stage runs."""
+        return self.end_layer - self.first_layer

@@ -1,0 +1,86 @@
+"""A plan: everything the ranks need to know about one step (contract 1)."""
+
+import enum
+
+import msgspec
+
+
+class TokenRef(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """An input token not known to the engine yet: what row `row` of step `step` sampled."""
+
+    step: int
+    row: int
+
+
+class Yield(enum.IntEnum):
+    """What a row gives back besides its place in the KV cache."""
+
+    NOTHING = 0
+    TOKEN = 1
+
+
+class Row(msgspec.Struct, array_like=True, frozen=True):
+    """One sequence's share of a step: `inputs` go to consecutive positions of its slot.
+
+    start is the absolute position of the first input. None means "one past the newest position
+    of this slot": so it is for rows that begin with a reference.
+    """
+
+    slot: int
+    inputs: list[int | TokenRef]
+    start: int | None
+    yields: Yield
+
+
+class Admission(msgspec.Struct, array_like=True, frozen=True):
+    """A sequence takes a slot, from this step on.
+
+    prompt and outputs are its tokens so far (outputs: after a preemption); the next token it
+    samples has the index len(outputs), which with `seed` fixes its random number.
+    """
+
+    slot: int
+    prompt: list[int]
+    outputs: list[int]
+    seed: int
+    temperature: float
+
+
+class BlocksAppended(msgspec.Struct, array_like=True, frozen=True):
+    """Blocks added at the end of a slot's block table, before this step's rows run."""
+
+    slot: int
+    blocks: list[int]
+
+
+class Plan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
+    """One step. Ranks apply, in this order: admitted, appended, rows, released.
+
+    What plan n releases may be given out again by plan n + 1. Without rows no tensor moves, but
+    the step has a number and a result like any other.
+    """
+
+    epoch: int
+    step: int
+    microbatch: int
+    rows: list[Row]
+    admitted: list[Admission]
+    appended: list[BlocksAppended]
+    released: list[int]
+
+
+def token_count(plan: Plan) -> int:
+    """How many input tokens the step carries: the rows of the activations on every edge."""
+    return sum(len(row.inputs) for row in plan.rows)
+
+
+def samples(plan: Plan) -> bool:
+    """Whether the step has token feedback: some row yields a token."""
+    return any(row.yields is Yield.TOKEN for row in plan.rows)
+
+
+def referenced_steps(plan: Plan) -> list[int]:
+    """The steps whose feedback this plan's inputs refer to, ascending."""
+    return sorted(
+        {token.step for row in plan.rows for token in row.inputs if isinstance(token, TokenRef)}
+    )

@@ -1,0 +1,1 @@
+"""CHOOSES: from logits to tokens, on the last stage."""
