@@ -13,6 +13,10 @@ SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 _SUPPORTED_GGUF_ARCHITECTURES = ("llama",)
 _SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 
+# GGUF files often name one end token although the model has two; llama.cpp finds the others by
+# their text (llama-vocab.cpp, end-of-generation tokens).
+_END_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<EOT>")
+
 
 def config_from_huggingface(path: Path) -> ModelConfig:
     """Read config.json and generation_config.json of a model directory.
@@ -87,6 +91,14 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
             )
         return value
 
+    if int(file.metadata.get("split.count", 1)) > 1:
+        raise ModelError(
+            f"model {file.path}: one part of a split GGUF file: merge the parts "
+            "(llama-gguf-split --merge) and give the whole file"
+        )
+    if get("expert_count", int, 0) > 0:
+        raise ModelError(f"model {file.path}: mixture-of-experts layers are not supported")
+
     hidden, heads = get("embedding_length", int), get("attention.head_count", int)
     if heads < 1:
         raise ModelError(f"model {file.path}: {architecture}.attention.head_count is {heads}")
@@ -103,7 +115,6 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         factor=get("rope.scaling.factor", float, 1.0),
         original_max_positions=get("rope.scaling.original_context_length", int, context),
     )
-    specials = special_ids(file)
     return _checked(
         file.path,
         ModelConfig(
@@ -123,7 +134,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
             sliding_window=None,
             rope=rope,
             dtype="bfloat16",
-            eos_token_ids=tuple(sorted({specials[k] for k in ("eos", "eot") if k in specials})),
+            eos_token_ids=_gguf_eos_ids(file),
         ),
     )
 
@@ -147,6 +158,13 @@ def _checked(path: Path, config: ModelConfig) -> ModelConfig:
     if config.head_dim % 2:
         raise ModelError(f"model {path}: head_dim {config.head_dim} is odd, rotation needs pairs")
     return config
+
+
+def _gguf_eos_ids(file: GgufFile) -> tuple[int, ...]:
+    specials = special_ids(file)
+    named = {specials[key] for key in ("eos", "eot") if key in specials}
+    tokens = file.metadata.get("tokenizer.ggml.tokens") or []
+    return tuple(sorted(named | {i for i, text in enumerate(tokens) if text in _END_TEXTS}))
 
 
 def _gguf_rope_kind(file: GgufFile, scaling: str) -> str:

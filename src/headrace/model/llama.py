@@ -44,6 +44,16 @@ class LlamaStage:
     head: Linear | None
 
     @property
+    def num_layers(self) -> int:
+        """Layers that this stage holds."""
+        return len(self.layers)
+
+    @property
+    def samples(self) -> bool:
+        """Whether this part ends in logits."""
+        return self.head is not None
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of all weights held."""
         tensors = [self.embedding, self.final_norm]

@@ -2,15 +2,42 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from headrace.kernels.attention import AttentionBatch
-from headrace.model.llama import LlamaStage
 from headrace.pipeline.stage_loop import PlanOrderError
+from headrace.protocol.model_config import ModelConfig
 from headrace.protocol.plan import Admission, Plan, Yield
 from headrace.sampling.sampler import SlotSampling, sample
+
+
+class StageModel(Protocol):
+    """One stage's part of a model, such as model.llama.LlamaStage."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that this stage holds, each with a cache of its own."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether this part ends in logits."""
+
+    def forward(
+        self, inputs: torch.Tensor, batch: AttentionBatch, caches: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """Ids int64 [T] or activations [T, hidden] to activations [T, hidden]."""
+
+    def logits(self, activations: torch.Tensor) -> torch.Tensor:
+        """Activations [rows, hidden] to scores [rows, vocab]."""
 
 
 @dataclass
@@ -24,12 +51,12 @@ class _Slot:
 
 @dataclass
 class ModelExecutor:
-    """Runs a LlamaStage. The KV cache belongs to it; block ids are the same on all stages.
+    """Runs a stage's model. The KV cache belongs to it; block ids are the same on all stages.
 
     num_blocks and block_size are the cache's; max_blocks bounds one slot's block table.
     """
 
-    model: LlamaStage
+    model: StageModel
     max_num_seqs: int
     num_blocks: int
     block_size: int
@@ -42,7 +69,9 @@ class ModelExecutor:
     def __post_init__(self) -> None:
         config = self.model.config
         shape = (2, self.num_blocks, self.block_size, config.num_kv_heads, config.head_dim)
-        self._caches = [_zeros(shape, self.model.dtype, self.device) for _ in self.model.layers]
+        self._caches = [
+            _zeros(shape, self.model.dtype, self.device) for _ in range(self.model.num_layers)
+        ]
         self._block_tables = np.zeros((self.max_num_seqs, self.max_blocks), dtype=np.int64)
 
     def begin(self, plan: Plan) -> None:
@@ -64,7 +93,7 @@ class ModelExecutor:
             for row, end in zip(plan.rows, np.cumsum(batch.query_lens).tolist(), strict=True)
             if row.yields is Yield.TOKEN
         ]
-        if self.model.head is None or not ends:
+        if not self.model.samples or not ends:
             return activations
         return self.model.logits(activations[ends])
 
@@ -143,8 +172,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
 
 
-def cache_bytes_per_block(model: LlamaStage, block_size: int) -> int:
+def cache_bytes_per_block(model: StageModel, block_size: int) -> int:
     """Bytes that one block takes on this stage, keys and values of all its layers."""
     config = model.config
     per_layer = 2 * block_size * config.num_kv_heads * config.head_dim * model.dtype.itemsize
-    return per_layer * len(model.layers)
+    return per_layer * model.num_layers

@@ -1,0 +1,36 @@
+"""Greedy tokens of the real model equal those of Hugging Face transformers."""
+
+import pytest
+from conftest import OUTPUT_LEN, Oracle
+
+from headrace import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
+
+
+@pytest.mark.parametrize("feedback", ["deferred", "blocking"])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_float32_tokens_equal_transformers(
+    smollm2_oracle: Oracle, stages: int, feedback: str
+) -> None:
+    # A budget of 100 tokens a step makes chunks of the long prompts.
+    with LLM(
+        "smollm2",
+        dtype="float32",
+        pipeline_parallel_size=stages,
+        token_feedback=feedback,
+        max_model_len=512,
+        max_num_seqs=7,
+        max_num_batched_tokens=100,
+    ) as llm:
+        answers = llm.generate(smollm2_oracle.prompts, GREEDY)
+    assert [a.outputs[0].token_ids for a in answers] == smollm2_oracle.outputs
+
+
+def test_bfloat16_chat_knows_the_capital_of_france() -> None:
+    with LLM("smollm2", dtype="bfloat16", pipeline_parallel_size=2, max_model_len=512) as llm:
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        prompt = llm.running.tokenizer.encode_chat(question)
+        answer = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=32))[0]
+    assert "Paris" in answer.outputs[0].text
+    assert answer.outputs[0].finish_reason == "stop"
