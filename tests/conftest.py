@@ -87,18 +87,24 @@ def smollm2_oracle() -> Oracle:
     tokenizer = tokenizer_of_gguf(read_gguf(locate_model("smollm2").path))
     model = hugging_face_smollm2()
     prompts = [tokenizer.encode(text) for text in PROMPTS]
-    outputs = []
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
     with torch.inference_mode():
-        for prompt in prompts:
-            generated = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                max_new_tokens=OUTPUT_LEN,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-            outputs.append(generated[0, len(prompt) :].tolist())
+        generated = model.generate(
+            padded,
+            attention_mask=mask,
+            max_new_tokens=OUTPUT_LEN,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        outputs = generated[:, longest:].tolist()
+        # Generating in one padded batch is five times faster; this shows that each prompt alone,
+        # without padding, has the same greedy answer.
+        for prompt, output in zip(prompts, outputs, strict=True):
+            logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+            assert logits.argmax(-1).tolist() == output
     return Oracle(tokenizer, prompts, outputs)
 
 

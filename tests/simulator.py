@@ -149,13 +149,13 @@ class Simulation:
         rng = random.Random(self.seed)
         num_stages = len(self.executors)
         links = {edge: _Edge() for edge in edges(num_stages)}
+        roles = [
+            StageRole(n, num_stages, 0, self.window, self.max_rows, self.blocking_feedback)
+            for n in range(num_stages)
+        ]
         stages = [
-            _Stage(
-                StageRole(number, num_stages, 0, self.window, self.max_rows, self.blocking_feedback),
-                executor,
-                links,
-            )
-            for number, executor in enumerate(self.executors)
+            _Stage(role, executor, links)
+            for role, executor in zip(roles, self.executors, strict=True)
         ]
         # Messages on their way: each socket is ordered, but as slow as the seed says.
         ways: list[deque[bytes]] = [deque() for _ in stages]

@@ -1,8 +1,8 @@
 """Greedy tokens of the real model equal those of Hugging Face transformers."""
 
 import pytest
-from conftest import OUTPUT_LEN, Oracle
 
+from conftest import OUTPUT_LEN, Oracle
 from headrace import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)

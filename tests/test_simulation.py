@@ -4,14 +4,14 @@ import random
 
 import pytest
 import torch
-from simulator import Simulation
-from toy_model import VOCAB, ToyModel, expected_outputs, toy_config
 
 from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.pipeline.executor import ModelExecutor
 from headrace.pipeline.partition import stage_shares
 from headrace.protocol.sampling_params import SamplingParams
+from simulator import Simulation
+from toy_model import VOCAB, ToyModel, expected_outputs, toy_config
 
 MAX_MODEL_LEN = 48
 

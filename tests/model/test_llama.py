@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from simulator import Simulation
-from tiny_checkpoints import write_tiny_llama
 
 from headrace.checkpoint.config import config_from_huggingface
 from headrace.checkpoint.locate import locate_model
@@ -19,6 +17,8 @@ from headrace.pipeline.executor import ModelExecutor
 from headrace.pipeline.partition import stage_shares
 from headrace.protocol.plan import Plan
 from headrace.protocol.sampling_params import SamplingParams
+from simulator import Simulation
+from tiny_checkpoints import write_tiny_llama
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 LLAMA3 = {
@@ -87,9 +87,7 @@ def run_stages(
             lambda _: None,
         )
         executors.append(_Recorder(model, 2, 40, 4, 32, torch.device("cpu")))
-    sequence = Sequence(
-        0, prompt, SamplingParams(temperature=0, max_tokens=outputs), 0, outputs
-    )
+    sequence = Sequence(0, prompt, SamplingParams(temperature=0, max_tokens=outputs), 0, outputs)
     scheduler = Scheduler(SchedulerConfig(128, 2, chunk, 4, 40, 2, 4, frozenset()))
     with torch.inference_mode():
         Simulation(1, scheduler, list(executors), 4, 2, [sequence]).run()
@@ -111,9 +109,7 @@ def test_logits_equal_transformers(tmp_path: Path, options: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_every_stored_dtype_loads_with_its_exact_values(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_every_stored_dtype_loads_with_its_exact_values(tmp_path: Path, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM
 
     path = write_tiny_llama(tmp_path / "model", dtype=dtype)
@@ -156,9 +152,7 @@ def test_a_stage_loads_only_its_own_tensors(tmp_path: Path) -> None:
     loaded = []
     for share in stage_shares([1, 2, 1]):
         spy = Spy()
-        load_llama(
-            config, share, spy, torch.float32, torch.device("cpu"), 64, lambda _: None
-        )
+        load_llama(config, share, spy, torch.float32, torch.device("cpu"), 64, lambda _: None)
         loaded.append(set(spy.names))
     assert {n.split(".")[2] for n in loaded[1]} == {"1", "2"}
     assert "model.embed_tokens.weight" in loaded[0] - loaded[1] - loaded[2]

@@ -1,0 +1,70 @@
+"""Who may import whom, and what must never be used: the house rules of docs/architecture.md."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import headrace
+
+ROOT = Path(headrace.__file__).parent
+
+# Each package and the packages it may import besides itself, errors.py and protocol.
+ALLOWED = {
+    "protocol": set(),
+    "engine": set(),
+    "kernels": set(),
+    "sampling": {"kernels"},
+    "checkpoint": set(),
+    "model": {"kernels", "checkpoint"},
+    "pipeline": {"model", "sampling", "kernels", "checkpoint"},
+}
+# The launcher alone knows both the engine and the pipeline; what is above it uses it.
+TOP = {"__init__", "__main__", "config", "launcher", "llm", "errors", "cli"}
+
+
+def imports_of(file: Path) -> set[str]:
+    """Every module that the file imports, at any depth of nesting."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} has a relative import"
+            found.add(node.module or "")
+    return found
+
+
+def package_of(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if parts[0] == "headrace" and len(parts) > 1 else None
+
+
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_imports_follow_the_house_rules(file: Path) -> None:
+    own = file.relative_to(ROOT).parts[0].removesuffix(".py")
+    used = {p for module in imports_of(file) if (p := package_of(module))}
+    if own in ALLOWED:
+        assert used <= ALLOWED[own] | {own, "errors", "protocol"}
+    else:
+        assert own in TOP, f"{own} is not part of the house: add it to docs/architecture.md"
+    if own not in ("launcher", "cli"):
+        assert not {"engine", "pipeline"} <= used | {own}, "only the launcher knows both"
+
+
+@pytest.mark.parametrize("package", ["engine", "protocol", "checkpoint"])
+def test_the_deciding_side_never_imports_torch(package: str) -> None:
+    for file in (ROOT / package).rglob("*.py"):
+        assert not any(m.split(".")[0] == "torch" for m in imports_of(file)), file
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_no_pickle_and_no_object_collectives(file: Path) -> None:
+    modules = {m.split(".")[0] for m in imports_of(file)}
+    assert not modules & {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
+    text = file.read_text(encoding="utf-8")
+    for name in ("_object_list", "all_gather_object", "send_pyobj", "recv_pyobj", "torch.load"):
+        assert name not in text
