@@ -1,8 +1,26 @@
 """Headrace: LLM inference split by layers, in which no stage waits for a token."""
 
-from headrace.config import EngineConfig
-from headrace.llm import LLM
-from headrace.protocol.sampling_params import SamplingParams
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.config import EngineConfig
+    from headrace.llm import LLM
+    from headrace.protocol.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "EngineConfig", "SamplingParams"]
+
+_HOME = {
+    "LLM": "headrace.llm",
+    "EngineConfig": "headrace.config",
+    "SamplingParams": "headrace.protocol.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names when they are used: every stage process imports this package."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -2,7 +2,7 @@
 
 import sys
 
-# Exit codes that shells know: 128 + the signal's number.
+# As shells have it: 128 and the signal's number.
 _INTERRUPTED = 130
 
 
@@ -14,7 +14,6 @@ def main() -> int:
 
         return run(sys.argv[1:])
     except KeyboardInterrupt:
-        print("headrace: interrupted", file=sys.stderr)
         return _INTERRUPTED
 
 

@@ -40,10 +40,6 @@ def run(arguments: list[str]) -> int:
     try:
         result = command.main(arguments or ["--help"], prog_name="headrace", standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except typer.Exit as stop:
-        return stop.exit_code
-    except typer.Abort:
-        raise KeyboardInterrupt from None
     except typer.TyperException as error:
         print(f"headrace: {error.format_message()} (see headrace --help)", file=sys.stderr)
         return error.exit_code

@@ -1,7 +1,7 @@
 """What a stage loop yields: every wait, every send, every piece of work. No I/O here.
 
 The driver that runs the generator carries each effect out and sends its value back in. Links and
-processes (pipeline/stage_process.py) are one driver, the simulator in the tests is another.
+processes (pipeline/stage_worker.py) are one driver, the simulator in the tests is another.
 """
 
 from collections.abc import Callable

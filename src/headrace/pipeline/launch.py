@@ -62,7 +62,7 @@ class StageProcesses:
         try:
             cpus = split_cpus(len(configs))
             for config in configs:
-                self._stages.append(self._spawn(config, cpus[config.stage]))
+                self._spawn(config, cpus[config.stage])
         except BaseException:
             self.close(drain=False)
             raise
@@ -109,23 +109,20 @@ class StageProcesses:
             stage.process.wait()
             if stage.process.stdin is not None:
                 stage.process.stdin.close()
-            stage.socket.close(linger=0)
         self._stages.clear()
-        self._context.term()
+        self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def pids(self) -> list[int]:
-        """Process ids, first stage first."""
-        return [stage.process.pid for stage in self._stages]
-
-    def _spawn(self, config: StageConfig, cpus: list[int]) -> _Stage:
+    def _spawn(self, config: StageConfig, cpus: list[int]) -> None:
         address = f"ipc://{self._folder}/stage-{config.stage}"
-        endpoint = self._context.socket(zmq.PAIR)
+        # The stage binds and this side connects, since a socket that is bound but has no peer yet
+        # blocks its sender, while one that connects queues.
+        endpoint = self._context.socket(zmq.DEALER)
         endpoint.set_hwm(0)
+        endpoint.setsockopt(zmq.RECONNECT_IVL, 10)
         try:
-            endpoint.bind(address)
+            endpoint.connect(address)
         except zmq.ZMQError as error:
-            endpoint.close(linger=0)
             raise StartError(
                 f"cannot create sockets in {self._folder} ({error}): set TMPDIR to a short path "
                 "on a local disk"
@@ -147,11 +144,12 @@ class StageProcesses:
                 # A Ctrl-C in the terminal is for the engine, which then ends the stages.
                 start_new_session=True,
             )
+        # At once: whatever interrupts from here on, close() knows the process.
+        layers = f"layers {config.share.first_layer} to {config.share.end_layer - 1}"
+        self._stages.append(_Stage(config.stage, process, endpoint, log, layers))
         if cpus:
             os.sched_setaffinity(process.pid, cpus)
         endpoint.send(codec.encode(config))
-        first, last = config.share.first_layer, config.share.end_layer - 1
-        return _Stage(config.stage, process, endpoint, log, f"layers {first} to {last}")
 
     def _send_all(self, message: ToStage) -> None:
         data = codec.encode(message)

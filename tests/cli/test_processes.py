@@ -1,0 +1,108 @@
+"""Processes, sockets and signals: nothing is left behind, nothing listens to strangers."""
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from command import Command, wait_until
+
+LONG = [
+    "generate", "--model", "smollm2", "--prompt", "Tell me a long story.", "--temperature", "0",
+    "--ignore-eos", "--max-tokens", "4000", "--max-model-len", "8192",
+]  # fmt: skip
+
+
+def start(stages: int, folder: Path) -> Command:
+    return Command([*LONG, "-pp", str(stages)], environment={"TMPDIR": str(folder)})
+
+
+def wait_for_text(command: Command) -> None:
+    """Until the first text streams: every stage is at work."""
+    assert command.process.stdout is not None
+    assert command.process.stdout.read(1)
+
+
+@pytest.fixture
+def short_tmp() -> "tempfile.TemporaryDirectory[str]":
+    """Socket paths are limited to a hundred characters, which pytest's folders nearly take."""
+    return tempfile.TemporaryDirectory(prefix="hr-")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["loading", "generating"])
+def test_a_signal_ends_everything_within_two_seconds(
+    short_tmp: "tempfile.TemporaryDirectory[str]", moment: str, number: signal.Signals
+) -> None:
+    with short_tmp as folder, start(2, Path(folder)) as command:
+        if moment == "loading":
+            wait_until(lambda: len(command.stages()) == 2)
+            time.sleep(0.5)
+        else:
+            wait_for_text(command)
+        command.process.send_signal(number)
+        assert wait_until(lambda: command.processes() == []) < 2
+        finished = command.finish()
+        assert finished.code == 128 + number
+        assert "Traceback" not in finished.err
+        assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_stage_ends_the_command_with_an_error_that_names_it(
+    short_tmp: "tempfile.TemporaryDirectory[str]", victim: int
+) -> None:
+    with short_tmp as folder, start(3, Path(folder)) as command:
+        wait_for_text(command)
+        os.kill(command.stages()[victim], signal.SIGKILL)
+        assert wait_until(lambda: command.process.poll() is not None) < 10
+        finished = command.finish()
+        assert finished.code == 1
+        last = finished.err.splitlines()[-1]
+        assert last.startswith(f"headrace: stage {victim} (layers ")
+        assert "was killed by signal 9" in last
+        assert "Traceback" not in finished.err
+        assert finished.left == []
+        assert os.listdir(folder) == []
+
+
+def test_stages_end_when_the_engine_is_killed(
+    short_tmp: "tempfile.TemporaryDirectory[str]",
+) -> None:
+    with short_tmp as folder, start(2, Path(folder)) as command:
+        wait_for_text(command)
+        command.process.kill()
+        assert wait_until(lambda: command.processes() == []) < 5
+        command.finish()
+
+
+def test_nothing_listens_beyond_loopback(short_tmp: "tempfile.TemporaryDirectory[str]") -> None:
+    with short_tmp as folder, start(3, Path(folder)) as command:
+        wait_for_text(command)
+        addresses = {
+            connection.laddr.ip
+            for pid in command.processes()
+            for connection in psutil.Process(pid).net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        command.process.send_signal(signal.SIGINT)
+        command.finish()
+        assert addresses, "gloo listens for its peers"
+        assert addresses <= {"127.0.0.1", "::1"}
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly(
+    short_tmp: "tempfile.TemporaryDirectory[str]",
+) -> None:
+    with short_tmp as folder, start(2, Path(folder)) as command:
+        wait_for_text(command)
+        assert command.process.stdout is not None
+        command.process.stdout.close()
+        wait_until(lambda: command.process.poll() is not None, 20)
+        wait_until(lambda: command.processes() == [], 5)
+        assert command.process.stderr is not None
+        assert b"Traceback" not in command.process.stderr.read()

@@ -1,0 +1,96 @@
+"""The headrace command as a real process, and what it leaves behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import psutil
+
+_MARK = "HEADRACE_TEST_MARK"
+
+
+@dataclass
+class Command:
+    """A running `headrace`; every process it starts inherits a mark of its own."""
+
+    arguments: list[str]
+    stdin: bytes = b""
+    environment: dict[str, str] = field(default_factory=dict)
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex, init=False)
+    process: subprocess.Popen[bytes] = field(init=False)
+    started: float = field(default_factory=time.monotonic, init=False)
+
+    def __post_init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "headrace", *self.arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **self.environment, _MARK: self.mark},
+        )
+
+    def finish(self, timeout_s: float = 100.0) -> "Finished":
+        """Wait for the command and for the last of its processes."""
+        try:
+            out, err = self.process.communicate(self.stdin, timeout_s)
+        finally:
+            self.process.kill()
+        seconds = time.monotonic() - self.started
+        return Finished(
+            self.process.returncode, out.decode(), err.decode(), seconds, self.processes()
+        )
+
+    def __enter__(self) -> "Command":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
+    def processes(self) -> list[int]:
+        """Living processes with this command's mark, its own first."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                marked = process.environ().get(_MARK) == self.mark
+                if marked and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
+            except psutil.Error:
+                continue
+        return sorted(found, key=lambda pid: (pid != self.process.pid, pid))
+
+    def stages(self) -> list[int]:
+        """Process ids of the stages, first stage first."""
+        children = psutil.Process(self.process.pid).children()
+        stages = [c for c in children if "headrace.pipeline.stage_process" in c.cmdline()]
+        return [c.pid for c in sorted(stages, key=lambda c: c.cmdline()[-1])]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a command printed, how long it took, and the processes still there afterwards."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    left: list[int]
+
+
+def run(*arguments: str, stdin: bytes = b"", **environment: str) -> Finished:
+    return Command(list(arguments), stdin, environment).finish()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> float:
+    """Poll until condition holds; returns the seconds it took, AssertionError if never."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < timeout_s, "it did not happen in time"
+        time.sleep(0.01)
+    return time.monotonic() - started
