@@ -9,13 +9,17 @@ import pytest
 
 from command import run
 from headrace.checkpoint.locate import locate_model
-from tiny_checkpoints import write_tiny_llama
+from tiny_checkpoints import write_tiny_gguf, write_tiny_llama
 
 Case = Callable[[Path], tuple[list[str], str]]
 
 
 def tiny(folder: Path) -> Path:
     return write_tiny_llama(folder / "model")
+
+
+def tiny_file(folder: Path) -> str:
+    return str(write_tiny_gguf(folder / "model.gguf"))
 
 
 def edit_json(file: Path, **changes: object) -> None:
@@ -107,30 +111,30 @@ def tokenizer_of_another_model(folder: Path) -> tuple[list[str], str]:
 
 
 def prompt_too_long(folder: Path) -> tuple[list[str], str]:
-    arguments = ["--model", str(tiny(folder)), "--max-model-len", "16", "--prompt", "x" * 20]
+    arguments = ["--model", tiny_file(folder), "--max-model-len", "16", "--prompt", "x" * 20]
     return arguments, "the prompt has 20 tokens"
 
 
 def more_positions_than_the_model_has(folder: Path) -> tuple[list[str], str]:
-    return ["--model", str(tiny(folder)), "--max-model-len", "500"], "128 positions"
+    return ["--model", tiny_file(folder), "--max-model-len", "500"], "128 positions"
 
 
 def more_stages_than_layers(folder: Path) -> tuple[list[str], str]:
-    return ["--model", str(tiny(folder)), "-pp", "5"], "more than the model's 4 layers"
+    return ["--model", tiny_file(folder), "-pp", "5"], "more than the model's 4 layers"
 
 
 def bad_partition(folder: Path) -> tuple[list[str], str]:
-    arguments = ["--model", str(tiny(folder)), "-pp", "2", "--layer-partition", "3,2"]
+    arguments = ["--model", tiny_file(folder), "-pp", "2", "--layer-partition", "3,2"]
     return arguments, "adds up to 5, the model has 4 layers"
 
 
 def cache_too_small(folder: Path) -> tuple[list[str], str]:
-    arguments = ["--model", str(tiny(folder)), "--kv-cache-memory", "1000"]
+    arguments = ["--model", tiny_file(folder), "--kv-cache-memory", "1000"]
     return arguments, "not enough memory for the cache"
 
 
 def cache_larger_than_the_machine(folder: Path) -> tuple[list[str], str]:
-    arguments = ["--model", str(tiny(folder)), "--kv-cache-memory", "900000GiB"]
+    arguments = ["--model", tiny_file(folder), "--kv-cache-memory", "900000GiB"]
     return arguments, "not enough memory for the cache"
 
 
@@ -143,7 +147,7 @@ def flag_out_of_range(folder: Path) -> tuple[list[str], str]:
 
 
 def empty_prompt(folder: Path) -> tuple[list[str], str]:
-    return ["--model", str(tiny(folder)), "--prompt", ""], "the prompt is empty"
+    return ["--model", tiny_file(folder), "--prompt", ""], "the prompt is empty"
 
 
 def missing_prompt_file(folder: Path) -> tuple[list[str], str]:
@@ -210,7 +214,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         finished = run(
-            "generate", "--json", "--model", str(tiny(tmp_path)), "-pp", "2", "--prompt", "hi",
+            "generate", "--json", "--model", tiny_file(tmp_path), "-pp", "2", "--prompt", "hi",
             "--master-port", port,
         )  # fmt: skip
     assert finished.code == 1

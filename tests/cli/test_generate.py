@@ -8,7 +8,7 @@ import pytest
 
 import headrace
 from command import Finished, run
-from tiny_checkpoints import write_tiny_llama
+from tiny_checkpoints import write_tiny_gguf, write_tiny_llama
 
 CAPITAL = ["--chat", "--prompt", "What is the capital of France?"]
 SMOLLM2 = ["generate", "--model", "smollm2", "--max-model-len", "512", "--temperature", "0"]
@@ -64,7 +64,7 @@ def test_text_streams_to_standard_output_and_the_table_to_standard_error() -> No
 
 
 def test_the_same_seed_draws_the_same_text_at_any_number_of_stages(tmp_path: Path) -> None:
-    model = str(write_tiny_llama(tmp_path / "model"))
+    model = str(write_tiny_gguf(tmp_path / "model.gguf"))
     common = ["generate", "--model", model, "--prompt", "once", "--json", "--max-tokens", "20"]
     common = [*common, "--temperature", "1.5", "--ignore-eos"]
     ids = [
@@ -77,7 +77,7 @@ def test_the_same_seed_draws_the_same_text_at_any_number_of_stages(tmp_path: Pat
 
 @pytest.mark.parametrize("feedback", ["deferred", "blocking"])
 def test_prompts_come_from_a_file_or_standard_input_alike(tmp_path: Path, feedback: str) -> None:
-    model = str(write_tiny_llama(tmp_path / "model"))
+    model = str(write_tiny_gguf(tmp_path / "model.gguf"))
     common = ["generate", "--model", model, "--json", "--temperature", "0", "--max-tokens", "9"]
     common = [*common, "-pp", "2", "--token-feedback", feedback, "--num-microbatches", "3"]
     text = "café, naïve — 東京"
@@ -93,12 +93,23 @@ def test_prompts_come_from_a_file_or_standard_input_alike(tmp_path: Path, feedba
 
 
 def test_a_prompt_longer_than_a_step_runs_in_chunks(tmp_path: Path) -> None:
-    model = str(write_tiny_llama(tmp_path / "model"))
+    model = str(write_tiny_gguf(tmp_path / "model.gguf"))
     common = ["generate", "--model", model, "--json", "--temperature", "0", "--max-tokens", "5"]
     common = [*common, "-pp", "2", "--prompt", "x" * 100]
     whole = as_json(run(*common))
     chunks = as_json(run(*common, "--max-num-batched-tokens", "7", "--block-size", "5"))
     assert whole["output_token_ids"] == chunks["output_token_ids"]
+
+
+def test_a_hugging_face_directory_runs_with_its_own_tokenizer_and_chat_template(
+    tmp_path: Path,
+) -> None:
+    model = str(write_tiny_llama(tmp_path / "model"))
+    answer = as_json(
+        run("generate", "--model", model, "--json", "--max-tokens", "5", "-pp", "2", "--chat",
+            "--prompt", "hello")
+    )  # fmt: skip
+    assert answer["prompt_tokens"] == len("user: hello\nassistant:")
 
 
 def test_the_version_is_the_packages() -> None:
