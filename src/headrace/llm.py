@@ -2,13 +2,14 @@
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 from headrace.config import EngineConfig
 from headrace.engine.outputs import CompletionOutput, OutputDelta, RequestOutput
-from headrace.errors import UsageError
+from headrace.errors import PipelineError, UsageError
 from headrace.launcher import RunningEngine, launch
 from headrace.protocol.messages import Loading
 from headrace.protocol.sampling_params import SamplingParams
@@ -46,36 +47,40 @@ class LLM:
 
         A prompt is a text or a list of token ids. One SamplingParams serves all prompts, a list
         gives each its own. Raises UsageError for a request that can never run, PipelineError if
-        the pipeline breaks.
+        the pipeline breaks; it is closed then.
         """
         batch = _as_prompts(prompts)
         params = _as_params(sampling_params, len(batch))
         started = time.monotonic()
-        requests = [_Request(p if isinstance(p, str) else None, self._token_ids(p)) for p in batch]
-        ids: dict[int, _Request] = {}
-        try:
-            for request, choice in zip(requests, params, strict=True):
-                ids[self.running.engine.add(request.prompt_token_ids, choice)] = request
-            self._run(ids, started)
-        except BaseException:
-            for request_id in ids:
-                self.running.engine.abort(request_id)
-            raise
-        return [request.output(request_id) for request_id, request in ids.items()]
+        requests: dict[int, _Request] = {}
+        with self._requests(requests):
+            for prompt, choice in zip(batch, params, strict=True):
+                request = _Request(
+                    prompt if isinstance(prompt, str) else None, self._token_ids(prompt)
+                )
+                requests[self.running.engine.add(request.prompt_token_ids, choice)] = request
+            unfinished = set(requests)
+            while unfinished:
+                for delta in self.running.engine.step():
+                    if delta.request_id in unfinished:
+                        requests[delta.request_id].take(delta, started)
+                        if delta.finish_reason is not None:
+                            unfinished.remove(delta.request_id)
+        return [request.output(request_id) for request_id, request in requests.items()]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams) -> Iterator[OutputDelta]:
         """Complete one prompt, handing out each token as it comes."""
         engine = self.running.engine
-        request_id = engine.add(self._token_ids(prompt), sampling_params)
-        try:
+        requests: dict[int, None] = {}
+        with self._requests(requests):
+            request_id = engine.add(self._token_ids(prompt), sampling_params)
+            requests[request_id] = None
             finished = False
             while not finished:
                 for delta in engine.step():
                     if delta.request_id == request_id:
                         yield delta
                         finished = delta.finish_reason is not None
-        finally:
-            engine.abort(request_id)
 
     def settle(self) -> None:
         """Run until nothing is in flight, so that every stage's report is in."""
@@ -102,19 +107,24 @@ class LLM:
         else:
             self._close()
 
+    @contextmanager
+    def _requests(self, requests: dict[int, Any]) -> Iterator[None]:
+        """However it is left, none of the requests goes on running."""
+        if not self._close.alive:
+            raise UsageError("this LLM is closed: make a new one")
+        try:
+            yield
+        except PipelineError:
+            self._close()
+            raise
+        finally:
+            for request_id in requests:
+                self.running.engine.abort(request_id)
+
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.running.tokenizer.encode(prompt)
         return list(prompt)
-
-    def _run(self, requests: "dict[int, _Request]", started: float) -> None:
-        unfinished = set(requests)
-        while unfinished:
-            for delta in self.running.engine.step():
-                if delta.request_id in unfinished:
-                    requests[delta.request_id].take(delta, started)
-                    if delta.finish_reason is not None:
-                        unfinished.remove(delta.request_id)
 
 
 class _Request:
@@ -157,9 +167,15 @@ class _Request:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise UsageError(f"a prompt is a text or a list of token ids, not {prompts!r}")
     items: list[Any] = list(prompts)
     if items and all(isinstance(item, int) for item in items):
         return [items]
+    for item in items:
+        ids = isinstance(item, Sequence) and all(isinstance(token, int) for token in item)
+        if not isinstance(item, str) and not ids:
+            raise UsageError(f"a prompt is a text or a list of token ids, not {item!r}")
     return items
 
 
@@ -170,6 +186,10 @@ def _as_params(
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise UsageError(
+            f"sampling_params must be SamplingParams or a list of them, not {params!r}"
+        )
     if len(params) != count:
         raise UsageError(f"{len(params)} sampling parameters were given for {count} prompts")
     return list(params)

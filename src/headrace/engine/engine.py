@@ -87,7 +87,7 @@ class Engine:
         if running is None:
             return None
         self.scheduler.abort(running.sequence)
-        text = running.text.finish(running.sequence.outputs)
+        text = running.text.finish()
         return OutputDelta(request_id, None, text, "abort")
 
     def step(self, timeout_s: float = 1.0) -> list[OutputDelta]:
@@ -111,7 +111,7 @@ class Engine:
         running = self._running[sequence.request_id]
         text = running.text.push(accepted.token)
         if sequence.finished:
-            text += running.text.finish(sequence.outputs)
+            text += running.text.finish()
             del self._running[sequence.request_id]
         return OutputDelta(sequence.request_id, accepted.token, text, sequence.finish_reason)
 

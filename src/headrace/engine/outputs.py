@@ -1,9 +1,8 @@
 """What requests give back: tokens turned into text as they come, and the finished completion."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from headrace.engine.request import FinishReason
 
@@ -44,26 +43,48 @@ class RequestOutput:
     finished: bool = True
 
 
-@dataclass
+# A character has at most four bytes, hence four tokens of a byte each; more tokens than this that
+# end in U+FFFD are not the beginning of anything.
+_MOST_PENDING = 4
+_INCOMPLETE = "\ufffd"
+
+
 class TextStream:
     """The text of one sequence, token by token; never splits a character.
 
-    Linear in the number of tokens. Special tokens have no text.
+    Each token is decoded together with the piece before it, since decoders look at their
+    neighbours (a leading space that belongs only inside a text, a character of several tokens).
+    Linear in the number of tokens. Special tokens have no text. tokenizers' own DecodeStream is
+    not used because it raises an error when a later byte makes earlier ones invalid.
     """
 
-    tokenizer: Tokenizer
-    _stream: DecodeStream = field(
-        default_factory=lambda: DecodeStream(skip_special_tokens=True), init=False
-    )
-    _sent: int = field(default=0, init=False)
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # The tokens still needed: context whose text is out already, then those pending.
+        self._tokens: list[int] = []
+        self._context = 0
 
     def push(self, token: int) -> str:
         """The text that this token completed."""
-        piece: str = self._stream.step(self.tokenizer, token) or ""
-        self._sent += len(piece)
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        pending = len(self._tokens) - self._context
+        if text.endswith(_INCOMPLETE) and pending < _MOST_PENDING:
+            return ""
+        piece = text[len(self._decode(self._tokens[: self._context])) :]
+        if piece:
+            del self._tokens[: self._context]
+            self._context = len(self._tokens)
+        elif pending >= _MOST_PENDING:
+            # No text, so nothing to be context for what follows.
+            del self._tokens[self._context :]
         return piece
 
-    def finish(self, tokens: list[int]) -> str:
-        """What is left when the sequence ends, such as the bytes of an unfinished character."""
-        whole: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return whole[self._sent :]
+    def finish(self) -> str:
+        """What is left when the sequence ends: the bytes of an unfinished character."""
+        done = self._decode(self._tokens[: self._context])
+        return self._decode(self._tokens)[len(done) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text

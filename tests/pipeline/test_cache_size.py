@@ -1,0 +1,46 @@
+import pytest
+
+from headrace.errors import StartError
+from headrace.pipeline import cache_size
+from headrace.pipeline.cache_size import choose_num_blocks, free_memory, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1000000", 10**6),
+        ("2GiB", 2**31),
+        ("500MB", 5 * 10**8),
+        ("1.5 kib", 1536),
+        ("3g", 3 * 10**9),
+    ],
+)
+def test_sizes_have_the_usual_units(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "2TiBs", "1 2"])
+def test_what_is_no_size_is_none(text: str) -> None:
+    assert parse_size(text) is None
+
+
+def test_free_memory_is_a_plausible_number_of_bytes() -> None:
+    assert 2**20 < free_memory() < 2**45
+
+
+def test_all_stages_get_the_same_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_size, "free_memory", lambda: 10_000)
+    # A limit a stage counts against the dearest stage.
+    assert choose_num_blocks([10, 30], 16, 32, 256, per_stage_limit=3000) == 100
+    # A share of what is free counts against all stages of the machine together.
+    assert choose_num_blocks([10, 30], 16, 32, 256, per_stage_limit=None) == 125
+    # More than all sequences can use is of no use.
+    assert choose_num_blocks([10, 30], 16, 32, 3, per_stage_limit=None) == 6
+
+
+def test_a_cache_without_room_for_one_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_size, "free_memory", lambda: 10_000)
+    with pytest.raises(StartError, match="--max-model-len 5000"):
+        choose_num_blocks([10, 30], 16, 5000, 256, per_stage_limit=None)
+    with pytest.raises(StartError, match="lower --kv-cache-memory"):
+        choose_num_blocks([10, 30], 16, 32, 256, per_stage_limit=6000)

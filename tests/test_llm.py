@@ -1,0 +1,110 @@
+"""`LLM` as a Python user meets it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace import LLM, SamplingParams
+from headrace.errors import UsageError
+from tiny_checkpoints import write_tiny_gguf
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    model = write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
+    with LLM(str(model), pipeline_parallel_size=2, max_num_seqs=3) as engine:
+        yield engine
+
+
+def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = [f"number {n}" for n in range(10)]
+    together = llm.generate(prompts, GREEDY)
+    assert [answer.prompt for answer in together] == prompts
+    for prompt, answer in zip(prompts, together, strict=True):
+        alone = llm.generate(prompt, GREEDY)[0]
+        assert alone.outputs[0].token_ids == answer.outputs[0].token_ids
+        assert len(answer.outputs[0].token_ids) == 12
+        assert answer.outputs[0].finish_reason == "length"
+        assert answer.finished
+
+
+def test_text_and_token_prompts_are_the_same(llm: LLM) -> None:
+    ids = llm.running.tokenizer.encode("hello")
+    text, tokens = llm.generate("hello", GREEDY)[0], llm.generate(ids, GREEDY)[0]
+    assert tokens.prompt is None
+    assert text.prompt_token_ids == tokens.prompt_token_ids == ids
+    assert text.outputs[0].token_ids == tokens.outputs[0].token_ids
+    assert text.outputs[0].text == llm.running.tokenizer.decode(text.outputs[0].token_ids)
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 5)]
+    lengths = [len(a.outputs[0].token_ids) for a in llm.generate(["a", "b"], params)]
+    assert lengths == [1, 5]
+
+
+def test_a_stop_token_ends_the_sequence_and_is_part_of_it(llm: LLM) -> None:
+    free = llm.generate("stop here", GREEDY)[0].outputs[0].token_ids
+    stop = free[4]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=(stop,))
+    stopped = llm.generate("stop here", params)[0].outputs[0]
+    assert stopped.token_ids == free[: free.index(stop) + 1]
+    assert stopped.finish_reason == "stop"
+
+
+def test_streamed_deltas_add_up_to_the_answer(llm: LLM) -> None:
+    deltas = list(llm.stream("stream", GREEDY))
+    whole = llm.generate("stream", GREEDY)[0].outputs[0]
+    assert [d.token for d in deltas] == whole.token_ids
+    assert "".join(d.text for d in deltas) == whole.text
+    assert [d.finish_reason for d in deltas] == [None] * 11 + ["length"]
+
+
+def test_a_stream_left_early_frees_its_slot_and_blocks(llm: LLM) -> None:
+    llm.settle()
+    before = llm.running.engine.scheduler.free_blocks
+    for _ in llm.stream("leave", GREEDY):
+        break
+    llm.settle()
+    assert llm.running.engine.scheduler.free_blocks == before
+    assert len(llm.generate("again", GREEDY)[0].outputs[0].token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "reason"),
+    [
+        ([[1, 300]], GREEDY, "token 300 is not in the vocabulary"),
+        ([[-1]], GREEDY, "token -1 is not in the vocabulary"),
+        ([""], GREEDY, "empty"),
+        (["x" * 128], GREEDY, "128 tokens"),
+        (["a", "b"], [GREEDY], "1 sampling parameters were given for 2 prompts"),
+        ([None], GREEDY, "a prompt is a text or a list of token ids, not None"),
+        ([["a"]], GREEDY, "a prompt is a text or a list of token ids"),
+        ([[1.5]], GREEDY, "a prompt is a text or a list of token ids"),
+        (7, GREEDY, "a prompt is a text or a list of token ids, not 7"),
+        ("a", "fast", "sampling_params"),
+    ],
+)
+def test_a_bad_request_is_a_value_error_and_harms_no_other(
+    llm: LLM, prompts: object, params: object, reason: str
+) -> None:
+    with pytest.raises(UsageError, match=reason) as caught:
+        llm.generate(prompts, params)  # type: ignore[arg-type]
+    assert isinstance(caught.value, ValueError)
+    assert len(llm.generate("fine", GREEDY)[0].outputs[0].token_ids) == 12
+
+
+def test_an_unknown_setting_is_named() -> None:
+    with pytest.raises(UsageError, match="pipeline_size"):
+        LLM("smollm2", pipeline_size=2)
+
+
+def test_generating_after_close_is_refused(tmp_path: Path) -> None:
+    llm = LLM(str(write_tiny_gguf(tmp_path / "tiny.gguf")))
+    llm.close()
+    llm.close()
+    with pytest.raises(UsageError, match="closed"):
+        llm.generate("hello", GREEDY)
