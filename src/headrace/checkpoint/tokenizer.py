@@ -50,6 +50,9 @@ def tokenizer_from_huggingface(path: Path) -> Tokenizer:
             warnings.simplefilter("ignore")
             loaded = AutoTokenizer.from_pretrained(path, local_files_only=True)
             core = loaded.backend_tokenizer
+            # A tokenizer.json may carry settings for training, which would cut prompts silently.
+            core.no_truncation()
+            core.no_padding()
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"model {path}: its tokenizer cannot be loaded: {reason}") from error

@@ -1,0 +1,80 @@
+"""Tokenizers of directories equal transformers' own; chats go through the model's template."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.checkpoint.gguf_file import read_gguf
+from headrace.checkpoint.locate import locate_model
+from headrace.checkpoint.tokenizer import tokenizer_from_huggingface, tokenizer_of_gguf
+from headrace.errors import ModelError, UsageError
+from tiny_checkpoints import write_byte_tokenizer
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello, 12 é"},
+]
+
+
+def test_a_directorys_tokenizer_equals_transformers(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    write_byte_tokenizer(tmp_path)
+    ours, theirs = tokenizer_from_huggingface(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for text in ["", "hello", "naïve 東京<end>", "x" * 500]:
+        ids = ours.encode(text)
+        assert ids == theirs(text)["input_ids"]
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    expected = theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert ours.encode_chat(CHAT) == expected
+
+
+def test_truncation_stored_with_a_tokenizer_does_not_cut_prompts(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["truncation"] = {
+        "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0
+    }  # fmt: skip
+    file.write_text(json.dumps(content), encoding="utf-8")
+    assert len(tokenizer_from_huggingface(tmp_path).encode("ten letter")) == 10
+
+
+def test_the_packaged_models_template_renders_as_transformers_renders_it() -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    file = read_gguf(locate_model("smollm2").path)
+    tokenizer = tokenizer_of_gguf(file)
+    template = file.metadata["tokenizer.chat_template"]
+    for chat in (CHAT, CHAT[1:]):
+        rendered = render_jinja_template(
+            conversations=[chat], chat_template=template, add_generation_prompt=True
+        )
+        assert tokenizer.render_chat(chat) == rendered[0][0]
+
+
+def test_a_model_without_a_template_refuses_chats(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(UsageError, match="has no chat template"):
+        tokenizer_from_huggingface(tmp_path).encode_chat(CHAT)
+    file = read_gguf(locate_model("smollm2").path)
+    file.metadata.pop("tokenizer.chat_template")
+    with pytest.raises(UsageError, match="has no chat template"):
+        tokenizer_of_gguf(file).encode_chat(CHAT)
+
+
+def test_a_template_that_refuses_the_messages_says_why() -> None:
+    file = read_gguf(locate_model("smollm2").path)
+    file.metadata["tokenizer.chat_template"] = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(UsageError, match="roles must alternate"):
+        tokenizer_of_gguf(file).encode_chat(CHAT)
+    file.metadata["tokenizer.chat_template"] = "{{ ''.__class__.__mro__ }}"
+    with pytest.raises(UsageError, match="refuses"):
+        tokenizer_of_gguf(file).encode_chat(CHAT)
+
+
+def test_a_directory_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="tokenizer cannot be loaded"):
+        tokenizer_from_huggingface(tmp_path)
