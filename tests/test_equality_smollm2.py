@@ -20,7 +20,7 @@ def test_float32_tokens_equal_transformers(
         pipeline_parallel_size=stages,
         token_feedback=feedback,
         max_model_len=512,
-        max_num_seqs=7,
+        max_num_seqs=14,
         max_num_batched_tokens=100,
     ) as llm:
         answers = llm.generate(smollm2_oracle.prompts, GREEDY)

@@ -1,10 +1,13 @@
 """What an engine can be told, with vLLM's names where vLLM has them."""
 
+import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_type_hints
 
 from headrace.errors import UsageError
-from headrace.protocol.sampling_params import MAX_SEED
+from headrace.protocol.sampling_params import MAX_SEED, check_type
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -48,12 +51,10 @@ class EngineConfig:
     stall_timeout: float = 60.0
 
     def __post_init__(self) -> None:
+        for name, kind in get_type_hints(EngineConfig).items():
+            check_type(name, getattr(self, name), kind)
         if self.dtype not in DTYPES:
             raise UsageError(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype}")
-        if self.token_feedback not in ("deferred", "blocking"):
-            raise UsageError(
-                f"--token-feedback must be deferred or blocking, not {self.token_feedback}"
-            )
         for name in (
             "pipeline_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
             "block_size", "kv_cache_memory", "num_microbatches",
@@ -65,6 +66,11 @@ class EngineConfig:
             raise UsageError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "
                 f"--max-num-seqs {self.max_num_seqs}: each decoding sequence takes one token a step"
+            )
+        if self.microbatches > max(self.sequences, self.pipeline_parallel_size):
+            raise UsageError(
+                f"--num-microbatches {self.microbatches} is more than the {self.sequences} "
+                "sequences of --max-num-seqs: some would always be empty"
             )
         if not 0 <= self.seed <= MAX_SEED:
             raise UsageError(f"--seed must be from 0 to {MAX_SEED}, not {self.seed}")
@@ -92,3 +98,9 @@ class EngineConfig:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of a size such as 2GiB, 500MB or 1000000; None if it is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    return int(float(match[1]) * _UNITS[match[2] or ""]) if match else None

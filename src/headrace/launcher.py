@@ -159,6 +159,11 @@ def _shares(config: EngineConfig, model: ModelConfig) -> list[StageShare]:
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     wanted = config.max_model_len
+    if config.block_size > (wanted or model.max_positions):
+        raise UsageError(
+            f"--block-size {config.block_size} is more than the {wanted or model.max_positions} "
+            "positions of the longest sequence"
+        )
     if wanted is not None and wanted > model.max_positions:
         raise UsageError(
             f"--max-model-len {wanted} is more than the {model.max_positions} positions that the "
@@ -174,7 +179,8 @@ def _dtype(config: EngineConfig, model: ModelConfig) -> str:
 
 
 def _check_vocabulary(files: ModelFiles, tokenizer: Tokenizer, model: ModelConfig) -> None:
-    size = tokenizer.core.get_vocab_size()
+    # Added tokens may lie beyond the weights: the engine refuses those when they are used.
+    size = tokenizer.core.get_vocab_size(with_added_tokens=False)
     if size > model.vocab_size:
         raise ModelError(
             f"model {files.path}: its tokenizer has {size} tokens, its weights {model.vocab_size}: "

@@ -1,15 +1,17 @@
 """Offline generation from Python, with vLLM's class and argument names."""
 
+import operator
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsIndex, cast
 
 from headrace.config import EngineConfig
 from headrace.engine.outputs import CompletionOutput, OutputDelta, RequestOutput
-from headrace.errors import PipelineError, UsageError
+from headrace.errors import UsageError
 from headrace.launcher import RunningEngine, launch
 from headrace.protocol.messages import Loading
 from headrace.protocol.sampling_params import SamplingParams
@@ -31,12 +33,15 @@ class LLM:
         on_progress: Callable[[Loading], None] = lambda _: None,
         **settings: Any,
     ) -> None:
-        try:
-            self.config = EngineConfig(model=model, **settings)
-        except TypeError as error:
-            raise UsageError(f"LLM: {error}") from error
+        known = {field.name for field in fields(EngineConfig)}
+        for name in settings:
+            if name not in known:
+                raise UsageError(f"LLM has no setting {name}: it takes {', '.join(sorted(known))}")
+        self.config = EngineConfig(model=model, **settings)
         self.running: RunningEngine = launch(self.config, on_progress)
-        self._close = weakref.finalize(self, self.running.stages.close, drain=False)
+        # What arrived for each open request and was not taken yet.
+        self._arrived: dict[int, deque[OutputDelta]] = {}
+        self._end_stages = weakref.finalize(self, self.running.stages.close, drain=False)
 
     def generate(
         self,
@@ -47,51 +52,49 @@ class LLM:
 
         A prompt is a text or a list of token ids. One SamplingParams serves all prompts, a list
         gives each its own. Raises UsageError for a request that can never run, PipelineError if
-        the pipeline breaks; it is closed then.
+        the pipeline breaks. An error or interrupt inside the engine closes this LLM.
         """
         batch = _as_prompts(prompts)
         params = _as_params(sampling_params, len(batch))
         started = time.monotonic()
         requests: dict[int, _Request] = {}
-        with self._requests(requests):
+        try:
             for prompt, choice in zip(batch, params, strict=True):
-                request = _Request(
-                    prompt if isinstance(prompt, str) else None, self._token_ids(prompt)
-                )
-                requests[self.running.engine.add(request.prompt_token_ids, choice)] = request
-            unfinished = set(requests)
-            while unfinished:
-                for delta in self.running.engine.step():
-                    if delta.request_id in unfinished:
-                        requests[delta.request_id].take(delta, started)
-                        if delta.finish_reason is not None:
-                            unfinished.remove(delta.request_id)
+                ids = self._token_ids(prompt)
+                text = prompt if isinstance(prompt, str) else None
+                requests[self._add(ids, choice)] = _Request(text, ids)
+            for request_id, request in requests.items():
+                for delta in self._deltas(request_id):
+                    request.take(delta, started)
+        finally:
+            for request_id in requests:
+                self._drop(request_id)
         return [request.output(request_id) for request_id, request in requests.items()]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams) -> Iterator[OutputDelta]:
-        """Complete one prompt, handing out each token as it comes."""
-        engine = self.running.engine
-        requests: dict[int, None] = {}
-        with self._requests(requests):
-            request_id = engine.add(self._token_ids(prompt), sampling_params)
-            requests[request_id] = None
-            finished = False
-            while not finished:
-                for delta in engine.step():
-                    if delta.request_id == request_id:
-                        yield delta
-                        finished = delta.finish_reason is not None
+        """Complete one prompt, handing out each token as it comes.
+
+        Several streams may be open at once, and generate() may run meanwhile.
+        """
+        (ids,) = (self._token_ids(p) for p in _as_prompts([prompt]))
+        request_id = self._add(ids, *_as_params(sampling_params, 1))
+        try:
+            yield from self._deltas(request_id)
+        finally:
+            self._drop(request_id)
 
     def settle(self) -> None:
-        """Run until nothing is in flight, so that every stage's report is in."""
-        while not self.running.engine.scheduler.idle:
-            self.running.engine.step()
-        self.running.engine.step(timeout_s=0.05)
+        """Run until nothing is in flight and every stage's report is in."""
+        while not self.running.engine.settled:
+            self._step()
 
     def close(self) -> None:
         """End the stages in order: they finish what they hold."""
-        if self._close.detach():
-            self.running.stages.close(drain=True)
+        if self._end_stages.alive:
+            try:
+                self.running.stages.close(drain=True)
+            finally:
+                self._end_stages()
 
     def __enter__(self) -> "LLM":
         return self
@@ -105,26 +108,52 @@ class LLM:
         if kind is None:
             self.close()
         else:
-            self._close()
+            self._end_stages()
 
-    @contextmanager
-    def _requests(self, requests: dict[int, Any]) -> Iterator[None]:
-        """However it is left, none of the requests goes on running."""
-        if not self._close.alive:
-            raise UsageError("this LLM is closed: make a new one")
+    def _add(self, prompt: list[int], params: SamplingParams) -> int:
+        self._check_open()
+        request_id = self.running.engine.add(prompt, params)
+        self._arrived[request_id] = deque()
+        return request_id
+
+    def _drop(self, request_id: int) -> None:
+        """Forget a request, and end it if it still runs."""
+        del self._arrived[request_id]
+        self.running.engine.abort(request_id)
+
+    def _deltas(self, request_id: int) -> Iterator[OutputDelta]:
+        """A request's deltas up to its last."""
+        arrived = self._arrived[request_id]
+        finished = False
+        while not finished:
+            while not arrived:
+                self._step()
+            delta = arrived.popleft()
+            finished = delta.finish_reason is not None
+            yield delta
+
+    def _step(self) -> None:
+        self._check_open()
         try:
-            yield
-        except PipelineError:
-            self._close()
+            deltas = self.running.engine.step()
+        except BaseException:
+            # Also an interrupt: it may have come between two ranks' copies of one plan.
+            self._end_stages()
             raise
-        finally:
-            for request_id in requests:
-                self.running.engine.abort(request_id)
+        for delta in deltas:
+            if delta.request_id in self._arrived:
+                self._arrived[delta.request_id].append(delta)
+
+    def _check_open(self) -> None:
+        if not self._end_stages.alive:
+            raise UsageError(
+                "this LLM is closed (by close(), an error or an interrupt): make another"
+            )
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.running.tokenizer.encode(prompt)
-        return list(prompt)
+        return [operator.index(token) for token in prompt]
 
 
 class _Request:
@@ -165,18 +194,21 @@ class _Request:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
+    if isinstance(prompts, str) or (prompts and _is_ids(prompts)):
+        return [cast(Prompt, prompts)]
+    if not isinstance(prompts, list | tuple):
         raise UsageError(f"a prompt is a text or a list of token ids, not {prompts!r}")
-    items: list[Any] = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]
-    for item in items:
-        ids = isinstance(item, Sequence) and all(isinstance(token, int) for token in item)
-        if not isinstance(item, str) and not ids:
+    for item in prompts:
+        if not isinstance(item, str) and not _is_ids(item):
             raise UsageError(f"a prompt is a text or a list of token ids, not {item!r}")
-    return items
+    return list(prompts)
+
+
+def _is_ids(prompt: object) -> bool:
+    """Whether it is a list of whole numbers, numpy's among them; a truth value is none."""
+    return isinstance(prompt, list | tuple) and all(
+        isinstance(token, SupportsIndex) and not isinstance(token, bool) for token in prompt
+    )
 
 
 def _as_params(
@@ -186,7 +218,9 @@ def _as_params(
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
-    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+    if not isinstance(params, list | tuple) or not all(
+        isinstance(p, SamplingParams) for p in params
+    ):
         raise UsageError(
             f"sampling_params must be SamplingParams or a list of them, not {params!r}"
         )

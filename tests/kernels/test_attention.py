@@ -56,7 +56,7 @@ def test_paged_attention_is_attention_over_each_rows_own_past(
     keys = [torch.randn(n, kv_heads, size, generator=generator) for n in lengths]
     values = [torch.randn(n, kv_heads, size, generator=generator) for n in lengths]
     # What lies in blocks of others, or behind a row's end, must not matter.
-    cache = torch.full((2, sum(needed) + 3, block_size, kv_heads, size), 1e4)
+    cache = torch.full((2, sum(needed) + 3, block_size, kv_heads, size), torch.inf)
 
     def index(row: int, positions: torch.Tensor) -> torch.Tensor:
         return tables[row, positions // block_size] * block_size + positions % block_size

@@ -4,18 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from gguf import GGMLQuantizationType
+
 from headrace.checkpoint.gguf_file import GgufFile
-from headrace.checkpoint.gguf_tokenizer import special_ids
+from headrace.checkpoint.gguf_tokenizer import end_ids
 from headrace.errors import ModelError
 from headrace.protocol.model_config import ModelConfig, RopeConfig
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 _SUPPORTED_GGUF_ARCHITECTURES = ("llama",)
 _SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
-
-# GGUF files often name one end token although the model has two; llama.cpp finds the others by
-# their text (llama-vocab.cpp, end-of-generation tokens).
-_END_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<EOT>")
 
 
 def config_from_huggingface(path: Path) -> ModelConfig:
@@ -29,6 +27,12 @@ def config_from_huggingface(path: Path) -> ModelConfig:
         raise ModelError(
             f"model {path}: architecture {', '.join(map(str, names)) or '(none named)'} is not "
             f"supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "of an unnamed kind")
+        raise ModelError(
+            f"model {path}: its weights are quantized ({method}), which is not supported for "
+            "directories; use the original weights or a GGUF file"
         )
     # Slow to import, and only this kind of model needs it.
     from transformers import AutoConfig
@@ -91,7 +95,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
             )
         return value
 
-    if int(file.metadata.get("split.count", 1)) > 1:
+    if file.metadata.get("split.count", 1) not in (0, 1):
         raise ModelError(
             f"model {file.path}: one part of a split GGUF file: merge the parts "
             "(llama-gguf-split --merge) and give the whole file"
@@ -109,11 +113,17 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     if get("rope.dimension_count", int, head_dim) != head_dim:
         raise ModelError(f"model {file.path}: rotating only part of each head is not supported")
     context = get("context_length", int)
+    # A factor without a type, or under its old name, means linear.
+    factor = get("rope.scaling.factor", float, get("rope.scale_linear", float, 0.0))
+    scaling = get("rope.scaling.type", str, "linear" if factor else "none")
     rope = RopeConfig(
         theta=get("rope.freq_base", float, 10000.0),
-        kind=_gguf_rope_kind(file, get("rope.scaling.type", str, "none")),
-        factor=get("rope.scaling.factor", float, 1.0),
+        kind=_gguf_rope_kind(file, scaling),
+        factor=factor or 1.0,
         original_max_positions=get("rope.scaling.original_context_length", int, context),
+        beta_fast=get("rope.scaling.yarn_beta_fast", float, 32.0),
+        beta_slow=get("rope.scaling.yarn_beta_slow", float, 1.0),
+        attention_factor=get("rope.scaling.attn_factor", float, 0.0) or None,
     )
     return _checked(
         file.path,
@@ -133,8 +143,8 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
             mlp_bias="blk.0.ffn_up.bias" in file.tensors,
             sliding_window=None,
             rope=rope,
-            dtype="bfloat16",
-            eos_token_ids=_gguf_eos_ids(file),
+            dtype="float32" if embedding.kind == GGMLQuantizationType.F32 else "bfloat16",
+            eos_token_ids=end_ids(file),
         ),
     )
 
@@ -158,13 +168,6 @@ def _checked(path: Path, config: ModelConfig) -> ModelConfig:
     if config.head_dim % 2:
         raise ModelError(f"model {path}: head_dim {config.head_dim} is odd, rotation needs pairs")
     return config
-
-
-def _gguf_eos_ids(file: GgufFile) -> tuple[int, ...]:
-    specials = special_ids(file)
-    named = {specials[key] for key in ("eos", "eot") if key in specials}
-    tokens = file.metadata.get("tokenizer.ggml.tokens") or []
-    return tuple(sorted(named | {i for i, text in enumerate(tokens) if text in _END_TEXTS}))
 
 
 def _gguf_rope_kind(file: GgufFile, scaling: str) -> str:

@@ -100,10 +100,13 @@ _RULES = {name: rule for rule, names in _NAMES_BY_RULE for name in names.split()
 
 # llama.cpp takes these for special by their text, whatever type the file gives them: what ends
 # a turn or a text, and the parts of fill-in-the-middle prompts (U+FF5C is DeepSeek's bar).
-_SPECIAL_TEXTS = (
+_END_TEXTS = (
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> "
     "<end_of_turn> <|endoftext|> <|end_of_text|> </s> <EOT> _<EOT> [EOT] [EOS] "
-    "<\uff5cend▁of▁sentence\uff5c> <end_of_utterance> "
+    "<\uff5cend▁of▁sentence\uff5c> <end_of_utterance>"
+)
+_SPECIAL_TEXTS = (
+    f"{_END_TEXTS} "
     "<|channel|> <|message|> <|start|> <|constrain|> "
     "<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim▁begin\uff5c> <PRE> ▁<PRE> "
     "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim▁hole\uff5c> <SUF> ▁<SUF> "
@@ -113,6 +116,7 @@ _SPECIAL_TEXTS = (
     "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>"
 )
 _SPECIAL_BY_TEXT = frozenset(_SPECIAL_TEXTS.split())
+_END_BY_TEXT = frozenset(_END_TEXTS.split())
 _SPECIAL_NAMES = ("bos", "eos", "eot", "unknown", "padding")
 _META_SPACE = "▁"
 
@@ -176,6 +180,17 @@ def special_ids(file: GgufFile) -> dict[str, int]:
         if 0 <= number < count:
             found[name] = number
     return found
+
+
+def end_ids(file: GgufFile) -> tuple[int, ...]:
+    """All tokens that end a generation, ascending: those named, and those known by their text.
+
+    Files often name one although the model has several; llama.cpp finds the others as this does.
+    """
+    specials = special_ids(file)
+    named = {specials[key] for key in ("eos", "eot") if key in specials}
+    by_text = {i for i, text in enumerate(_strings(file, "tokens")) if text in _END_BY_TEXT}
+    return tuple(sorted(named | by_text))
 
 
 def _fail(file: GgufFile, what: str) -> NoReturn:

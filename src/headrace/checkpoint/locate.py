@@ -24,17 +24,24 @@ def locate_model(model: str) -> ModelFiles:
     """Find the model's files. Raises ModelError saying what was looked for and is missing."""
     if model in PACKAGED_MODELS:
         return ModelFiles(_packaged(model), "gguf")
-    path = Path(model).expanduser()
-    if not path.exists():
+    try:
+        path = Path(model).expanduser()
+        found = bool(model) and path.exists()
+    except (OSError, RuntimeError, ValueError):
+        # A name too long for the system, a home directory of nobody, a NUL.
+        found = False
+    if not found:
         known = ", ".join(PACKAGED_MODELS)
         raise ModelError(
-            f"model {model}: no such file or directory (nor one of the packaged models: {known}); "
+            f"model {model[:200]!r}: no such file or directory (nor a packaged model: {known}); "
             "Headrace loads local files and downloads nothing"
         )
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelError(f"model {path}: a single file must be a .gguf file")
         return ModelFiles(path, "gguf")
+    if not path.is_dir():
+        raise ModelError(f"model {path}: neither a file nor a directory")
     if not (path / "config.json").is_file():
         raise ModelError(
             f"model {path}: the directory has no config.json, so it is not a Hugging Face model"

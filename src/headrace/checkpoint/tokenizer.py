@@ -24,20 +24,32 @@ class Tokenizer:
     render_chat: Callable[[list[Message]], str]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the model's own start token if it has one."""
-        return list(self.core.encode(text).ids)
+        """Token ids of a plain prompt, with the model's own start token if it has one.
+
+        Raises UsageError if the text is not valid Unicode.
+        """
+        return list(self.core.encode(_checked(text)).ids)
 
     def encode_chat(self, messages: list[Message]) -> list[int]:
         """Token ids of a chat; the template brings its own special tokens.
 
         Raises UsageError if the model has no chat template or the template refuses the messages.
         """
-        return list(self.core.encode(self.render_chat(messages), add_special_tokens=False).ids)
+        prompt = _checked(self.render_chat(messages))
+        return list(self.core.encode(prompt, add_special_tokens=False).ids)
 
     def decode(self, ids: list[int]) -> str:
         """Text of the tokens, without special ones."""
         text: str = self.core.decode(ids, skip_special_tokens=True)
         return text
+
+
+def _checked(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the prompt is not valid Unicode text: {error.reason}") from None
+    return text
 
 
 def tokenizer_from_huggingface(path: Path) -> Tokenizer:
@@ -54,8 +66,15 @@ def tokenizer_from_huggingface(path: Path) -> Tokenizer:
             core.no_truncation()
             core.no_padding()
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"model {path}: its tokenizer cannot be loaded: {reason}") from error
+        if not (path / "tokenizer.json").is_file():
+            raise ModelError(
+                f"model {path}: its tokenizer cannot be loaded: there is no tokenizer.json"
+            ) from error
+        reason = " ".join(str(error).split())
+        raise ModelError(
+            f"model {path}: its tokenizer cannot be loaded: "
+            f"{reason if len(reason) < 200 else reason[:200] + '...'}"
+        ) from error
 
     def render(messages: list[Message]) -> str:
         if not loaded.chat_template:
@@ -90,7 +109,7 @@ def _render_template(template: str, messages: list[Message], specials: dict[str,
 
     Source: https://huggingface.co/docs/transformers/chat_templating_writing
     """
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, TemplateSyntaxError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -104,8 +123,13 @@ def _render_template(template: str, messages: list[Message], specials: dict[str,
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     context: dict[str, Any] = {**specials, "messages": messages, "add_generation_prompt": True}
     try:
-        return environment.from_string(template).render(context)
-    except TemplateError as error:
+        compiled = environment.from_string(template)
+    except TemplateSyntaxError as error:
+        raise ModelError(f"the model's chat template is no valid template: {error}") from error
+    try:
+        return compiled.render(context)
+    except Exception as error:
+        # Templates are little programs: whatever goes wrong inside is theirs.
         raise UsageError(f"the chat template refuses the messages: {error}") from error
 
 

@@ -35,14 +35,17 @@ def _options(
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code: 0, 1 for a failure, 2 for wrong usage."""
-    signal.signal(signal.SIGTERM, _on_terminate)
+    signal.signal(signal.SIGINT, _on_signal)
+    signal.signal(signal.SIGTERM, _on_signal)
     command = typer.main.get_command(app)
     try:
         result = command.main(arguments or ["--help"], prog_name="headrace", standalone_mode=False)
+        sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except typer.TyperException as error:
-        print(f"headrace: {error.format_message()} (see headrace --help)", file=sys.stderr)
-        return error.exit_code
+        known = arguments[:1] if arguments[:1] and arguments[0] in ("generate",) else []
+        see = " ".join(["headrace", *known, "--help"])
+        return _fail(f"{error.format_message().rstrip('.')} (see {see})", error.exit_code)
     except BrokenPipeError:
         # The reader has had enough. Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -50,19 +53,28 @@ def run(arguments: list[str]) -> int:
     except HeadraceError as error:
         if "--debug" in arguments:
             traceback.print_exc()
-        print(f"headrace: {error}", file=sys.stderr)
-        return error.exit_code
+        return _fail(str(error), error.exit_code)
+    except OSError as error:
+        if "--debug" in arguments:
+            traceback.print_exc()
+        return _fail(f"{error.strerror or error}{f': {error.filename}' * bool(error.filename)}", 1)
     except Exception as error:
         if "--debug" in arguments:
             raise
-        print(
-            f"headrace: internal error, {type(error).__name__}: {error} (run with --debug for "
-            "where it happened)",
-            file=sys.stderr,
-        )
-        return 1
+        what = f"internal error, {type(error).__name__}: {error}"
+        return _fail(f"{what} (run with --debug for where it happened)", 1)
 
 
-def _on_terminate(number: int, frame: object) -> NoReturn:
-    """Unwind, so that the stages are ended on the way out."""
+def _fail(message: str, exit_code: int) -> int:
+    """One line on standard error, whatever the message is made of."""
+    print("headrace:", " ".join(message.split()), file=sys.stderr)
+    return exit_code
+
+
+def _on_signal(number: int, frame: object) -> NoReturn:
+    """Unwind, so that the stages are ended on the way out, which a second signal cannot stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
     sys.exit(128 + number)

@@ -13,17 +13,17 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.cli.progress import loading_display
+from headrace.config import parse_size
 from headrace.engine.request import FinishReason
 from headrace.errors import UsageError
 from headrace.llm import LLM
-from headrace.pipeline.cache_size import parse_size
 from headrace.protocol.sampling_params import SamplingParams
 
 
 def _size(text: str) -> int:
     size = parse_size(text)
     if size is None:
-        raise typer.BadParameter(f"{text!r} is not a size such as 2GiB or 500MB")
+        raise UsageError(f"--kv-cache-memory {text!r} is not a size such as 2GiB or 500MB")
     return size
 
 
@@ -70,6 +70,10 @@ def generate(
     seed: Annotated[int, typer.Option(help="Base of the random numbers.")] = 0,
     master_addr: Annotated[str, typer.Option(help="Address where stages meet.")] = "127.0.0.1",
     master_port: Annotated[int, typer.Option(help="Its port; 0 picks a free one.")] = 0,
+    stall_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds after which a step that does not end is an error."),
+    ] = 60.0,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> int:
     """Complete a prompt and print the answer as it comes."""
@@ -88,8 +92,11 @@ def generate(
         "seed": seed,
         "master_addr": master_addr,
         "master_port": master_port,
+        "stall_timeout": stall_timeout,
     }
     text = _read_prompt(prompt, prompt_file)
+    if not text:
+        raise UsageError("the prompt is empty")
     display = nullcontext(lambda _: None) if as_json else loading_display(pipeline_parallel_size)
     with display as on_progress:
         llm = LLM(model, on_progress=on_progress, **settings)

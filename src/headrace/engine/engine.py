@@ -58,10 +58,6 @@ class Engine:
     _last_progress: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self.reset_usage()
-
-    def reset_usage(self) -> None:
-        """Forget what the stages reported so far."""
         self.usage = [StageUsage() for _ in range(self.num_stages)]
 
     def add(self, prompt: list[int], params: SamplingParams) -> int:
@@ -89,6 +85,12 @@ class Engine:
         self.scheduler.abort(running.sequence)
         text = running.text.finish()
         return OutputDelta(request_id, None, text, "abort")
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is in flight and every stage has reported on every step."""
+        newest = self.scheduler.newest_step
+        return self.scheduler.idle and all(usage.newest_step >= newest for usage in self.usage)
 
     def step(self, timeout_s: float = 1.0) -> list[OutputDelta]:
         """Send every plan the window has room for, then take what the stages answered."""
@@ -119,10 +121,11 @@ class Engine:
         due = self.scheduler.oldest_step_in_flight
         if due is None or time.monotonic() - self._last_progress < self.stall_timeout:
             return
-        seen = ", ".join(
-            f"stage {stage} last finished step {usage.newest_step}"
-            if usage.newest_step >= 0
-            else f"stage {stage} finished none"
-            for stage, usage in enumerate(self.usage)
+        # The first stage that is behind holds up the others.
+        newest = [usage.newest_step for usage in self.usage]
+        suspect = newest.index(min(newest))
+        raise PipelineError(
+            f"no result for step {due} in {self.stall_timeout:g} s: stage {suspect} has not "
+            f"finished step {newest[suspect] + 1} (if a step may take that long, raise "
+            "--stall-timeout)"
         )
-        raise PipelineError(f"no result for step {due} in {self.stall_timeout:g} s: {seen}")

@@ -43,8 +43,8 @@ class RequestOutput:
     finished: bool = True
 
 
-# A character has at most four bytes, hence four tokens of a byte each; more tokens than this that
-# end in U+FFFD are not the beginning of anything.
+# A character has at most four bytes, hence four tokens of a byte each: no longer end of the tokens
+# can be the beginning of one.
 _MOST_PENDING = 4
 _INCOMPLETE = "\ufffd"
 
@@ -60,12 +60,16 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(number for number, token in added.items() if token.special)
         # The tokens still needed: context whose text is out already, then those pending.
         self._tokens: list[int] = []
         self._context = 0
 
     def push(self, token: int) -> str:
         """The text that this token completed."""
+        if token in self._special:
+            return ""
         self._tokens.append(token)
         text = self._decode(self._tokens)
         pending = len(self._tokens) - self._context

@@ -70,6 +70,11 @@ class Scheduler:
         return self._in_flight[0].step if self._in_flight else None
 
     @property
+    def newest_step(self) -> int:
+        """The newest step planned; -1 before the first."""
+        return self._next_step - 1
+
+    @property
     def free_blocks(self) -> int:
         """Blocks owned by no sequence."""
         return self._pool.free
@@ -115,6 +120,7 @@ class Scheduler:
         if len(self._in_flight) >= self._config.window:
             return None
         admitted = self._admit()
+        self._even_out()
         microbatch = self._choose_microbatch()
         decoding = self._groups[microbatch]
         rows: list[Row] = []
@@ -219,6 +225,20 @@ class Scheduler:
             if any(s.planned_outputs < s.max_outputs for s in self._groups[candidate]):
                 return candidate
         return self._turn
+
+    def _even_out(self) -> None:
+        """Move sequences over where endings left groups uneven by two or more.
+
+        References keep their tokens right; a moved sequence may hold up one step.
+        """
+        while True:
+            sizes = [len(group) for group in self._groups]
+            largest, smallest = sizes.index(max(sizes)), sizes.index(min(sizes))
+            if sizes[largest] - sizes[smallest] < 2:
+                return
+            sequence = self._groups[largest].pop()
+            sequence.microbatch = smallest
+            self._groups[smallest].append(sequence)
 
     def _join_microbatch(self, sequence: Sequence, current: int) -> None:
         """Join the step's own group unless another is smaller: groups stay even."""

@@ -82,6 +82,10 @@ def _attend_single(
     visible = places < lengths
     if sliding_window is not None:
         visible &= places >= lengths - sliding_window
+    # Places behind a row's end belong to others, and a masked infinity would still make a NaN.
+    hidden = ~visible[:, :, None, None]
+    keys.masked_fill_(hidden, 0)
+    values.masked_fill_(hidden, 0)
     attended = F.scaled_dot_product_attention(
         query.unsqueeze(2),
         keys.transpose(1, 2),

@@ -12,6 +12,7 @@ from headrace.checkpoint.locate import ModelFiles
 from headrace.errors import ModelError
 from headrace.protocol.model_config import ModelConfig
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -54,6 +55,11 @@ class _SafetensorsTensors:
             raise ModelError(f"model {self._path}: tensor {name} is missing")
         with safe_open(file, framework="pt") as tensors:
             tensor: torch.Tensor = tensors.get_tensor(name)
+        if tensor.dtype not in _DTYPES:
+            raise ModelError(
+                f"model {self._path}: tensor {name} is stored as {tensor.dtype}; supported are "
+                f"{', '.join(map(str, _DTYPES))}"
+            )
         return _of_shape(tensor, name, shape, self._path)
 
 

@@ -1,35 +1,40 @@
 """How many KV-cache blocks there are: the same number on every stage."""
 
-import re
 from pathlib import Path
 
 from headrace.errors import StartError
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 # Of what is free once the weights are loaded; the rest is for activations and everybody else.
 _SHARE_OF_FREE = 0.5
 
 
-def parse_size(text: str) -> int | None:
-    """Bytes of a size such as 2GiB, 500MB or 1000000; None if it is none."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
-    return int(float(match[1]) * _UNITS[match[2] or ""]) if match else None
-
-
 def free_memory() -> int:
-    """Bytes that this machine, and the control group this process is in, still have."""
+    """Bytes that this machine still has, and every control group that this process is in."""
     free = 1 << 62
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    group = Path("/sys/fs/cgroup")
+    for group in _control_groups():
+        try:
+            limit = (group / "memory.max").read_text(encoding="ascii").strip()
+            used = int((group / "memory.current").read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            continue
+        if limit != "max":
+            free = min(free, max(0, int(limit) - used))
+    return free
+
+
+def _control_groups() -> list[Path]:
+    """This process's group and those above it (cgroup v2)."""
+    root = Path("/sys/fs/cgroup")
     try:
-        limit = (group / "memory.max").read_text(encoding="ascii").strip()
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return free
-    return free if limit == "max" else max(0, min(free, int(limit) - used))
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    own = next((line[3:] for line in lines if line.startswith("0::")), "/")
+    group = root / own.strip("/")
+    return [group, *(parent for parent in group.parents if parent.is_relative_to(root))]
 
 
 def choose_num_blocks(

@@ -9,16 +9,16 @@ WIDTH = 1
 
 
 class FeedbackRing:
-    """Feedback of the last steps, int32 [2 * window, max_rows, 1 + WIDTH].
+    """Feedback of the last steps, int32 [2 * window - 1, max_rows, 1 + WIDTH].
 
     A step's place is its number modulo the number of places. A plan p refers at most window - 1
     steps back: older results were with the engine, which then sends ids. While p has not run, its
     own result is missing, so the newest plan held is at most p + window - 1. A place claimed for
-    that one must not be a place p still reads: hence 2 * window places.
+    that one must not be a place p still reads: hence 2 * window - 1 places.
     """
 
     def __init__(self, window: int, max_rows: int, device: torch.device) -> None:
-        places = 2 * window
+        places = 2 * window - 1
         self._places = torch.zeros(places, max_rows, 1 + WIDTH, dtype=torch.int32, device=device)
         self._step_at: list[int | None] = [None] * places
 
@@ -33,12 +33,13 @@ class FeedbackRing:
     def claim(self, step: int) -> None:
         """Give step its place; what was there can no longer be looked up."""
         self._step_at[step % len(self._step_at)] = step
+        self._places[step % len(self._step_at)] = 0
 
     def input_ids(self, plan: Plan) -> torch.Tensor:
         """The plan's input tokens in row order, int64 [tokens], references looked up.
 
-        Raises LookupError if a reference names a step that is not in the ring; the caller has
-        waited for all of them.
+        Raises LookupError if a reference names a step that is not in the ring or a row that sampled
+        nothing; the caller has waited for all steps it names.
         """
         ids: list[int] = []
         positions, places, rows = [], [], []
@@ -58,7 +59,10 @@ class FeedbackRing:
         device = self._places.device
         result = torch.tensor(ids, dtype=torch.int64, device=device)
         if positions:
-            result[positions] = self._places[places, rows, 1].to(torch.int64)
+            found = self._places[places, rows]
+            if not (found[:, 0] == 1).all():
+                raise LookupError(f"step {plan.step} refers to a row that sampled nothing")
+            result[positions] = found[:, 1].to(torch.int64)
         return result
 
 

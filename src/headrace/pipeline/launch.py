@@ -1,5 +1,7 @@
 """Starts the stage processes, talks to them, and leaves none behind."""
 
+import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -15,6 +17,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from headrace import errors
 from headrace.errors import HeadraceError, PipelineError, StartError
 from headrace.pipeline.cpus import split_cpus
 from headrace.protocol import codec
@@ -33,10 +36,10 @@ from headrace.protocol.messages import (
 )
 from headrace.protocol.plan import Plan
 
-# Seconds: for a stage to show any progress at start, for one to be found dead after another lost
-# its link to it, for an ordered stop.
+# Seconds: for a stage to show any progress at start, for the other stages' messages once one has
+# failed, for an ordered stop.
 _START_DEADLINE = 120.0
-_DEATH_GRACE = 2.0
+_LAST_WORDS = 1.0
 _STOP_GRACE = 5.0
 
 
@@ -94,24 +97,27 @@ class StageProcesses:
         return messages
 
     def close(self, drain: bool) -> None:
-        """End all stages. drain: let them finish the plans they hold; else at once."""
-        if drain and all(stage.process.poll() is None for stage in self._stages):
-            self._send_all(Stop(self._epoch))
-            deadline = time.monotonic() + _STOP_GRACE
+        """End all stages. drain: let them finish the plans they hold; else at once.
+
+        May be called again, also after an interrupted call.
+        """
+        try:
+            if drain and not self._dead():
+                self._send_all(Stop(self._epoch))
+                deadline = time.monotonic() + _STOP_GRACE
+                for stage in self._stages:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        stage.process.wait(max(0.0, deadline - time.monotonic()))
+        finally:
             for stage in self._stages:
-                try:
-                    stage.process.wait(max(0.0, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    break
-        for stage in self._stages:
-            stage.process.kill()
-        for stage in self._stages:
-            stage.process.wait()
-            if stage.process.stdin is not None:
-                stage.process.stdin.close()
-        self._stages.clear()
-        self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+                stage.process.kill()
+            for stage in self._stages:
+                stage.process.wait()
+                if stage.process.stdin is not None:
+                    stage.process.stdin.close()
+            self._context.destroy(linger=0)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._stages.clear()
 
     def _spawn(self, config: StageConfig, cpus: list[int]) -> None:
         address = f"ipc://{self._folder}/stage-{config.stage}"
@@ -119,6 +125,8 @@ class StageProcesses:
         # blocks its sender, while one that connects queues.
         endpoint = self._context.socket(zmq.DEALER)
         endpoint.set_hwm(0)
+        # Whatever ends this process, nothing waits for messages to be delivered.
+        endpoint.setsockopt(zmq.LINGER, 0)
         endpoint.setsockopt(zmq.RECONNECT_IVL, 10)
         try:
             endpoint.connect(address)
@@ -157,48 +165,54 @@ class StageProcesses:
             stage.socket.send(data)
 
     def _receive(self, timeout_s: float) -> list[FromStage]:
-        """All messages at hand; the first failure or death is raised."""
+        """All messages at hand; raises what is to be told if a stage failed or died."""
         deadline = time.monotonic() + timeout_s
         while True:
             # Deaths are noticed between polls: a dead process says nothing on its socket.
             wait_s = max(0.0, min(0.2, deadline - time.monotonic()))
-            ready = self._poller.poll(int(wait_s * 1000))
-            messages: list[FromStage] = []
-            for endpoint, _ in ready:
-                while endpoint.poll(0):
-                    messages.append(self._decode(endpoint.recv()))
-            for message in messages:
-                if isinstance(message, Failure):
-                    raise self._error_of(message)
-            if messages:
+            dead = self._dead()
+            messages = self._read(wait_s)
+            if dead or any(isinstance(message, Failure) for message in messages):
+                raise self._fault([m for m in messages if isinstance(m, Failure)])
+            if messages or time.monotonic() >= deadline:
                 return messages
-            self._check_alive()
-            if time.monotonic() >= deadline:
-                return []
 
-    @staticmethod
-    def _decode(data: bytes) -> FromStage:
-        try:
-            return codec.decode_from_stage(data)
-        except msgspec.DecodeError as error:
-            raise PipelineError(f"a stage sent a message that is none: {error}") from error
+    def _read(self, wait_s: float) -> list[FromStage]:
+        messages: list[FromStage] = []
+        for endpoint, _ in self._poller.poll(int(wait_s * 1000)):
+            while endpoint.poll(0):
+                try:
+                    messages.append(codec.decode_from_stage(endpoint.recv()))
+                except msgspec.DecodeError as error:
+                    raise PipelineError(f"a stage sent a message that is none: {error}") from error
+        return messages
 
-    def _error_of(self, failure: Failure) -> HeadraceError:
-        """Blame the stage that died rather than the one that noticed."""
-        deadline = time.monotonic() + (_DEATH_GRACE if failure.lost_link else 0.0)
+    def _dead(self) -> list[_Stage]:
+        return [stage for stage in self._stages if stage.process.poll() is not None]
+
+    def _fault(self, failures: list[Failure]) -> HeadraceError:
+        """The error to raise, once there was time for everybody's last word.
+
+        A dead or stuck stage makes its neighbours fail too, so blame goes in this order: a stage
+        that reports a fault of its own; one that died without a word; the stage whose links were
+        lost and that itself still lives; a stage that lost a link.
+        """
+        deadline = time.monotonic() + _LAST_WORDS
         while time.monotonic() < deadline:
-            self._check_alive(but=failure.stage)
-            time.sleep(0.02)
-        error = PipelineError(f"stage {failure.stage}: {failure.message}")
-        error.add_note(failure.details)
-        return error
-
-    def _check_alive(self, but: int | None = None) -> None:
-        for stage in self._stages:
-            code = stage.process.poll()
-            if code is not None and stage.number != but:
+            if any(failure.lost_peer is None for failure in failures):
+                break
+            failures += [m for m in self._read(0.05) if isinstance(m, Failure)]
+        own = [failure for failure in failures if failure.lost_peer is None]
+        if own:
+            return _error_of(own[0])
+        speakers = {failure.stage for failure in failures}
+        for stage in self._dead():
+            if stage.number not in speakers:
                 name = f"stage {stage.number} ({stage.layers})"
-                raise PipelineError(f"{name} {_how_it_ended(code)}{_last_line(stage)}")
+                ending = _how_it_ended(stage.process.returncode)
+                return PipelineError(f"{name} {ending}{_last_line(stage)}")
+        silent = [failure for failure in failures if failure.lost_peer not in speakers]
+        return _error_of((silent or failures)[0])
 
     def _wait_for(
         self, kind: type[Loaded] | type[Ready], on_progress: Callable[[Loading], None]
@@ -223,6 +237,13 @@ class StageProcesses:
         return [m for _, m in sorted(got.items()) if isinstance(m, Loaded)]
 
 
+def _error_of(failure: Failure) -> HeadraceError:
+    kind = getattr(errors, failure.kind, PipelineError)
+    error: HeadraceError = kind(f"stage {failure.stage}: {failure.message}")
+    error.add_note(failure.details)
+    return error
+
+
 def _how_it_ended(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
@@ -241,13 +262,20 @@ def bind_master(address: str, port: int) -> socket.socket:
     Raises StartError naming address and port if it cannot be had.
     """
     master = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # Connections of an earlier run that are still winding down do not count as a port in use.
+    master.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         master.bind((address, port))
         master.listen()
     except OSError as error:
         master.close()
+        advice = (
+            "choose another --master-port or 0 for a free one"
+            if error.errno in (errno.EADDRINUSE, errno.EACCES)
+            else "--master-addr must be an IPv4 address of this machine"
+        )
         raise StartError(
             f"cannot listen on {address}:{port} for the stages to meet "
-            f"({error.strerror or error}): choose another --master-port or 0 for a free one"
+            f"({error.strerror or error}): {advice}"
         ) from error
     return master

@@ -79,10 +79,6 @@ class Ledger:
         entry.handle.wait(timeout_s)
         return entry.buffer
 
-    def is_open(self, channel: Channel, step: int) -> bool:
-        """Whether the transfer was started and not waited for yet."""
-        return step in self._open.get(channel, {})
-
     def open_transfers(self) -> Iterator[tuple[Channel, int]]:
         """All transfers not waited for yet, each channel's in step order."""
         for channel, entries in self._open.items():

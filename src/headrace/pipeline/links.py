@@ -11,6 +11,7 @@ the whole group, so a link never survives it: LinkError, and the pipeline ends.
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,10 @@ BACKENDS = {"cpu": "gloo"}
 class LinkError(Exception):
     """A transfer failed: the peer is gone, or did not do its part in time."""
 
+    def __init__(self, message: str, peer: int) -> None:
+        super().__init__(message)
+        self.peer = peer
+
 
 @dataclass(frozen=True)
 class _WorkHandle:
@@ -37,10 +42,17 @@ class _WorkHandle:
         try:
             self.work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            reason = "timed out" if "imed out" in str(error) else "the link is gone"
+            if "imed out" not in str(error):
+                _fail(self.what, self.peer, error)
             raise LinkError(
-                f"{self.what} stage {self.peer}: {reason} (deadline {timeout_s:g} s)"
+                f"{self.what} stage {self.peer}: nothing came within {timeout_s:g} s (if a step "
+                "may take that long, raise --stall-timeout)",
+                self.peer,
             ) from error
+
+
+def _fail(what: str, peer: int, error: RuntimeError) -> NoReturn:
+    raise LinkError(f"{what} stage {peer}: the link is gone", peer) from error
 
 
 @dataclass(frozen=True)
@@ -51,19 +63,27 @@ class Link:
     group: dist.ProcessGroup
 
     def send(self, tensor: torch.Tensor) -> Handle:
-        """Start sending a contiguous tensor."""
-        work = _started(dist.isend(tensor, self.channel.target, group=self.group))
-        return _WorkHandle(work, f"sending {self.channel.tensors} to", self.channel.target)
+        """Start sending a contiguous tensor; LinkError if the peer is known to be gone."""
+        what, peer = f"sending {self.channel.tensors} to", self.channel.target
+        try:
+            work = dist.isend(tensor, peer, group=self.group)
+        except RuntimeError as error:
+            _fail(what, peer, error)
+        assert work is not None, "this rank is not part of the edge"
+        return _WorkHandle(work, what, peer)
 
     def receive(self, buffer: torch.Tensor) -> Handle:
-        """Start receiving into a contiguous buffer of the sender's shape and dtype."""
-        work = _started(dist.irecv(buffer, self.channel.source, group=self.group))
-        return _WorkHandle(work, f"waiting for {self.channel.tensors} from", self.channel.source)
+        """Start receiving into a contiguous buffer of the sender's shape and dtype.
 
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is not part of the edge"
-    return work
+        LinkError if the peer is known to be gone.
+        """
+        what, peer = f"waiting for {self.channel.tensors} from", self.channel.source
+        try:
+            work = dist.irecv(buffer, peer, group=self.group)
+        except RuntimeError as error:
+            _fail(what, peer, error)
+        assert work is not None, "this rank is not part of the edge"
+        return _WorkHandle(work, what, peer)
 
 
 def edges(num_stages: int) -> list[Channel]:

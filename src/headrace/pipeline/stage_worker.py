@@ -196,7 +196,11 @@ def run(address: str) -> int:
         expected = isinstance(error, HeadraceError | LinkError)
         message = str(error) if expected else f"internal error: {type(error).__name__}: {error}"
         failure = Failure(
-            config.stage, message, isinstance(error, LinkError), traceback.format_exc()
+            stage=config.stage,
+            kind=type(error).__name__ if isinstance(error, HeadraceError) else "PipelineError",
+            message=" ".join(message.split()),
+            lost_peer=error.peer if isinstance(error, LinkError) else None,
+            details=traceback.format_exc(),
         )
         control.send(failure)
         control.close()

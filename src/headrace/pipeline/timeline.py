@@ -1,8 +1,8 @@
 """Where a stage's time goes, step by step."""
 
-import resource
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from headrace.protocol.messages import Report
@@ -44,5 +44,16 @@ class StepTimes:
             send_wait_s=seconds.get("send_wait", 0.0),
             forward_s=seconds.get("forward", 0.0),
             sample_s=seconds.get("sample", 0.0),
-            peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            peak_memory_bytes=peak_memory(),
         )
+
+
+def peak_memory() -> int:
+    """The most memory this process ever held, in bytes.
+
+    Not getrusage's figure: that one begins with the peak of the process that started this one.
+    """
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0

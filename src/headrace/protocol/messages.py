@@ -99,11 +99,16 @@ class Report(msgspec.Struct, tag="report", array_like=True, frozen=True):
 
 
 class Failure(msgspec.Struct, tag="failure", array_like=True, frozen=True):
-    """A stage gives up. lost_link: a peer vanished, so another stage may be the one at fault."""
+    """A stage gives up.
+
+    kind is the name of the error's class in headrace.errors. lost_peer is the stage that vanished
+    or did not do its part, and so is more likely at fault; None if the fault is this stage's own.
+    """
 
     stage: int
+    kind: str
     message: str
-    lost_link: bool
+    lost_peer: int | None
     details: str
 
 

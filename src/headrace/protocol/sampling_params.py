@@ -1,10 +1,20 @@
 """What a client may ask of the choice of tokens."""
 
+from typing import Any
+
 import msgspec
 
 from headrace.errors import UsageError
 
 MAX_SEED = 2**63 - 1
+
+
+def check_type(name: str, value: object, kind: Any) -> None:
+    """Raises UsageError naming the setting if its value is not of the annotated type."""
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{name} {value!r}: {str(error).lower()}") from None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,6 +36,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        # msgspec checks types when it decodes, not when Python code builds the object.
+        for field in msgspec.structs.fields(type(self)):
+            check_type(field.name, getattr(self, field.name), field.type)
         if not 0.0 <= self.temperature <= 100.0:
             raise UsageError(f"temperature must be from 0 to 100, not {self.temperature}")
         if self.max_tokens < 1:
