@@ -1,12 +1,16 @@
 """`LLM` as a Python user meets it."""
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from headrace import LLM, SamplingParams
-from headrace.errors import UsageError
+from headrace.errors import PipelineError, UsageError
 from tiny_checkpoints import write_tiny_gguf
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -73,6 +77,17 @@ def test_a_stream_left_early_frees_its_slot_and_blocks(llm: LLM) -> None:
     assert len(llm.generate("again", GREEDY)[0].outputs[0].token_ids) == 12
 
 
+def test_open_streams_and_generate_keep_each_others_tokens(llm: LLM) -> None:
+    expected = {p: llm.generate(p, GREEDY)[0].outputs[0].token_ids for p in ("one", "two", "six")}
+    one, two = llm.stream("one", GREEDY), llm.stream("two", GREEDY)
+    got: dict[str, list[int | None]] = {"one": [next(one).token], "two": [next(two).token]}
+    got["six"] = list(llm.generate("six", GREEDY)[0].outputs[0].token_ids)
+    for a, b in zip(one, two, strict=True):
+        got["one"].append(a.token)
+        got["two"].append(b.token)
+    assert got == expected
+
+
 @pytest.mark.parametrize(
     ("prompts", "params", "reason"),
     [
@@ -85,6 +100,11 @@ def test_a_stream_left_early_frees_its_slot_and_blocks(llm: LLM) -> None:
         ([["a"]], GREEDY, "a prompt is a text or a list of token ids"),
         ([[1.5]], GREEDY, "a prompt is a text or a list of token ids"),
         (7, GREEDY, "a prompt is a text or a list of token ids, not 7"),
+        ([True, False], GREEDY, "a prompt is a text or a list of token ids, not True"),
+        ({"prompt": "a"}, GREEDY, "a prompt is a text or a list of token ids"),
+        (b"abc", GREEDY, "a prompt is a text or a list of token ids"),
+        ("\ud800", GREEDY, "not valid Unicode"),
+        ("a", {"temperature": 0}, "sampling_params"),
         ("a", "fast", "sampling_params"),
     ],
 )
@@ -97,9 +117,56 @@ def test_a_bad_request_is_a_value_error_and_harms_no_other(
     assert len(llm.generate("fine", GREEDY)[0].outputs[0].token_ids) == 12
 
 
-def test_an_unknown_setting_is_named() -> None:
-    with pytest.raises(UsageError, match="pipeline_size"):
-        LLM("smollm2", pipeline_size=2)
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"pipeline_size": 2}, "no setting pipeline_size"),
+        ({"pipeline_parallel_size": "2"}, "pipeline_parallel_size '2': expected `int`"),
+        ({"seed": 1.5}, "seed 1.5: expected `int`"),
+        ({"block_size": True}, "block_size True: expected `int`"),
+        ({"num_microbatches": 1000}, "--num-microbatches 1000 is more than the 256 sequences"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 7}, "must be at least --max-num-seqs 8"),
+        ({"token_feedback": "never"}, "token_feedback 'never'"),
+        ({"stall_timeout": 0.0}, "--stall-timeout must be above 0"),
+    ],
+)
+def test_a_wrong_setting_is_named_before_anything_starts(
+    settings: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(UsageError, match=reason):
+        LLM("smollm2", **settings)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+def test_a_dead_stage_is_blamed_even_if_its_neighbours_are_heard_first(
+    tmp_path: Path, victim: int
+) -> None:
+    model = write_tiny_gguf(tmp_path / "tiny.gguf")
+    with pytest.raises(PipelineError, match=f"stage {victim} .* was killed by signal 9"):  # noqa: SIM117
+        with LLM(str(model), pipeline_parallel_size=4) as llm:
+            long = SamplingParams(max_tokens=100, ignore_eos=True)
+            for number, _ in enumerate(llm.stream("x", long)):
+                if number == 3:
+                    os.kill(llm.running.stages._stages[victim].process.pid, signal.SIGKILL)
+                    # Time for the others to notice, and to end before anybody looks.
+                    time.sleep(1.0)
+
+
+def test_an_interrupt_inside_the_engine_closes_it_cleanly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(str(write_tiny_gguf(tmp_path / "tiny.gguf"))) as llm:
+        receive = llm.running.stages.receive
+        monkeypatch.setattr(llm.running.stages, "receive", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("hello", GREEDY)
+        monkeypatch.setattr(llm.running.stages, "receive", receive)
+        with pytest.raises(UsageError, match="closed"):
+            llm.generate("hello", GREEDY)
+
+
+def _interrupt(timeout_s: float) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def test_generating_after_close_is_refused(tmp_path: Path) -> None:

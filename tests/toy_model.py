@@ -3,15 +3,20 @@
 One wrong, late or swapped token, block or slot changes everything after it.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from headrace.kernels.attention import AttentionBatch, write_kv
 from headrace.protocol.model_config import ModelConfig, RopeConfig, StageShare
+from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling.sampler import uniform
 
 VOCAB = 97
 PRIME = 1_000_003
+# So high above the others that about every second draw is the likeliest token.
+PEAK = math.log(VOCAB)
 
 
 def toy_config(num_layers: int) -> ModelConfig:
@@ -70,8 +75,8 @@ class ToyModel:
         return values
 
     def logits(self, activations: torch.Tensor) -> torch.Tensor:
-        scores = torch.zeros(len(activations), VOCAB)
-        scores[torch.arange(len(activations)), activations[:, 0] % VOCAB] = 1000.0
+        scores = torch.zeros(len(activations), VOCAB, dtype=torch.float64)
+        scores[torch.arange(len(activations)), activations[:, 0] % VOCAB] = PEAK
         return scores
 
 
@@ -82,12 +87,36 @@ def _hash(layer: int, values: list[int]) -> int:
     return result
 
 
-def expected_outputs(prompt: list[int], count: int, num_layers: int) -> list[int]:
-    """What the toy model answers, computed without any of the engine."""
-    tokens = list(prompt)
-    for _ in range(count):
+def expected_outputs(
+    prompt: list[int], num_layers: int, params: SamplingParams, seed: int, eos: frozenset[int]
+) -> tuple[list[int], str]:
+    """What the toy model answers and why it ends, computed without any of the engine.
+
+    Only the random numbers are the sampler's own: they are its contract.
+    """
+    tokens, outputs = list(prompt), list[int]()
+    while True:
         values = tokens
         for layer in range(num_layers):
             values = [_hash(layer, values[: end + 1]) for end in range(len(values))]
-        tokens.append(values[-1] % VOCAB)
-    return tokens[len(prompt) :]
+        token = values[-1] % VOCAB
+        if params.temperature > 0:
+            token = _draw(token, params.temperature, uniform(seed, len(outputs)))
+        tokens.append(token)
+        outputs.append(token)
+        if token in eos and not params.ignore_eos:
+            return outputs, "stop"
+        if len(outputs) == params.max_tokens:
+            return outputs, "length"
+
+
+def _draw(likeliest: int, temperature: float, point: float) -> int:
+    """One of VOCAB tokens of equal weight, but for one that weighs more."""
+    weights = [1.0] * VOCAB
+    weights[likeliest] = math.exp(PEAK / temperature)
+    left = point * sum(weights)
+    for token, weight in enumerate(weights):
+        left -= weight
+        if left < 0:
+            return token
+    raise AssertionError("the point lies below the sum")

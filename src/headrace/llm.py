@@ -146,9 +146,7 @@ class LLM:
 
     def _check_open(self) -> None:
         if not self._end_stages.alive:
-            raise UsageError(
-                "this LLM is closed (by close(), an error or an interrupt): make another"
-            )
+            raise UsageError("this LLM is closed, by close() or by an error: make another")
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

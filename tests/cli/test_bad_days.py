@@ -49,6 +49,12 @@ def unsupported_architecture(folder: Path) -> tuple[list[str], str]:
     )
 
 
+def quantized_weights(folder: Path) -> tuple[list[str], str]:
+    model = tiny(folder)
+    edit_json(model / "config.json", quantization_config={"quant_method": "fp8"})
+    return ["--model", str(model)], "its weights are quantized (fp8)"
+
+
 def broken_config(folder: Path) -> tuple[list[str], str]:
     model = tiny(folder)
     (model / "config.json").write_text("{", encoding="utf-8")
@@ -138,6 +144,22 @@ def cache_larger_than_the_machine(folder: Path) -> tuple[list[str], str]:
     return arguments, "not enough memory for the cache"
 
 
+def size_that_is_none(folder: Path) -> tuple[list[str], str]:
+    return ["--model", "smollm2", "--kv-cache-memory", "much"], "--kv-cache-memory 'much'"
+
+
+def blocks_too_long(folder: Path) -> tuple[list[str], str]:
+    return ["--model", tiny_file(folder), "--block-size", "129"], "--block-size 129"
+
+
+def name_too_long(folder: Path) -> tuple[list[str], str]:
+    return ["--model", "x" * 5000], "no such file or directory"
+
+
+def prompt_of_broken_text(folder: Path) -> tuple[list[str], str]:
+    return ["--model", tiny_file(folder), "--prompt", "\udcff"], "not valid Unicode"
+
+
 def unknown_flag(folder: Path) -> tuple[list[str], str]:
     return ["--model", "smollm2", "--speed", "9"], "--speed"
 
@@ -164,6 +186,7 @@ FAILURES = [
     directory_without_model,
     file_of_another_kind,
     unsupported_architecture,
+    quantized_weights,
     broken_config,
     truncated_safetensors,
     no_weights,
@@ -174,6 +197,7 @@ FAILURES = [
     unknown_pre_tokenizer,
     broken_tokenizer,
     tokenizer_of_another_model,
+    name_too_long,
     cache_too_small,
     cache_larger_than_the_machine,
 ]
@@ -182,6 +206,9 @@ WRONG_USAGE = [
     more_positions_than_the_model_has,
     more_stages_than_layers,
     bad_partition,
+    size_that_is_none,
+    blocks_too_long,
+    prompt_of_broken_text,
     unknown_flag,
     flag_out_of_range,
     empty_prompt,

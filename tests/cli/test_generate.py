@@ -1,6 +1,9 @@
 """`headrace generate` as a user runs it."""
 
 import json
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +115,42 @@ def test_a_hugging_face_directory_runs_with_its_own_tokenizer_and_chat_template(
     assert answer["prompt_tokens"] == len("user: hello\nassistant:")
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_do_not_matter(tmp_path: Path, closed: str) -> None:
+    model = write_tiny_gguf(tmp_path / "model.gguf")
+    command = f"{sys.executable} -m headrace generate --model {model} --prompt hi -pp 2"
+    shell = subprocess.run(
+        ["bash", "-c", f"{command} --max-tokens 3 --temperature 0 --json {closed}"],
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert shell.returncode == 0
+    assert shell.stderr == b""
+    if ">&-" not in closed.replace("2>&-", ""):
+        assert len(json.loads(shell.stdout)["output_token_ids"]) == 3
+
+
+def test_a_large_caller_does_not_show_in_the_stages_memory(tmp_path: Path) -> None:
+    """Processes inherit the peak that getrusage reports; ours must not."""
+    model = write_tiny_gguf(tmp_path / "model.gguf")
+    code = (
+        "from headrace import LLM, SamplingParams\n"
+        "big = bytearray(2 * 10**9); del big\n"
+        f"with LLM({str(model)!r}) as llm:\n"
+        "    llm.generate('hi', SamplingParams(max_tokens=2)); llm.settle()\n"
+        "    print(llm.running.engine.usage[0].peak_memory_bytes)\n"
+    )
+    shell = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=60, check=True
+    )
+    assert 10**7 < int(shell.stdout) < 10**9
+
+
 def test_the_version_is_the_packages() -> None:
     finished = run("--version")
     assert finished.out == f"headrace {headrace.__version__}\n"
+    assert version("headrace") == headrace.__version__
 
 
 def test_help_lists_the_commands_and_flags() -> None:

@@ -52,6 +52,20 @@ def test_a_signal_ends_everything_within_two_seconds(
         assert os.listdir(folder) == []
 
 
+@pytest.mark.parametrize("pause_s", [0.003, 0.03, 0.1])
+def test_a_second_signal_neither_hangs_nor_leaves_anything(
+    short_tmp: "tempfile.TemporaryDirectory[str]", pause_s: float
+) -> None:
+    with short_tmp as folder, start(2, Path(folder)) as command:
+        wait_until(lambda: len(command.stages()) == 2)
+        command.process.send_signal(signal.SIGINT)
+        time.sleep(pause_s)
+        command.process.send_signal(signal.SIGINT)
+        assert wait_until(lambda: command.processes() == []) < 2
+        assert command.finish().code == 130
+        assert os.listdir(folder) == []
+
+
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_killed_stage_ends_the_command_with_an_error_that_names_it(
     short_tmp: "tempfile.TemporaryDirectory[str]", victim: int

@@ -86,9 +86,7 @@ def test_an_aborted_request_is_reported_once() -> None:
 def test_a_silent_pipeline_is_an_error_that_names_the_step_and_what_was_seen() -> None:
     target = engine(Pipeline(silent=True), stall_timeout=1e-9)
     target.add([1], SamplingParams(max_tokens=3))
-    with pytest.raises(
-        PipelineError, match=r"no result for step 0 .* stage 0 has not finished step 0"
-    ):
+    with pytest.raises(PipelineError, match=r"no result for step 0 .* stage 0 has not"):
         target.step()
 
 

@@ -173,6 +173,22 @@ def test_sequences_spread_evenly_over_the_microbatches() -> None:
     assert set(sizes[1:]) == {2}
 
 
+def test_groups_that_endings_left_uneven_are_evened_out() -> None:
+    engine = scheduler(microbatches=2, window=8)
+    everyone = [sequence(n, prompt=1, outputs=15, ignore_eos=True) for n in range(4)]
+    for one in everyone:
+        engine.add(one)
+    first = engine.plan()
+    assert first is not None
+    engine.take_result(result_of(first))
+    together = [one for one in everyone if one.microbatch == 0]
+    for one in everyone:
+        if one not in together:
+            engine.abort(one)
+    sizes = [len(plan.rows) for _ in range(6) if (plan := engine.plan())]
+    assert sizes == [1] * 6
+
+
 def test_length_limits_are_counted_when_planning() -> None:
     engine = scheduler(window=8)
     engine.add(sequence(0, prompt=2, outputs=3))

@@ -57,6 +57,22 @@ def dying_peer(links: dict[Channel, Link], rank: int) -> dict[str, object]:
     return failing_wait(links[Channel(Tensors.ACTIVATIONS, 0, 1)].receive(torch.zeros(SMALL)))
 
 
+def late_start(links: dict[Channel, Link], rank: int) -> dict[str, object]:
+    """Rank 0 is gone before rank 1 starts a transfer; both directions."""
+    if rank == 0:
+        os._exit(9)
+    time.sleep(1.5)
+    errors = []
+    for channel in (Channel(Tensors.ACTIVATIONS, 0, 1), Channel(Tensors.FEEDBACK, 1, 0)):
+        link = links[channel]
+        try:
+            start = link.receive if channel.target == rank else link.send
+            start(torch.zeros(SMALL)).wait(DEADLINE_S)
+        except LinkError as error:
+            errors.append((error.peer, str(error)))
+    return {"errors": errors}
+
+
 def failing_wait(handle: Handle) -> dict[str, object]:
     started = time.monotonic()
     try:
@@ -78,7 +94,9 @@ def main() -> None:
     meeting = Rendezvous("127.0.0.1", port, None if store_fd < 0 else store_fd)
     links = connect(meeting, rank, world, torch.device("cpu"), 30.0)
     addresses = listening()
-    seen = {"exchange": exchange, "silent": silent_peer, "dying": dying_peer}[scenario](links, rank)
+    seen = {"exchange": exchange, "silent": silent_peer, "dying": dying_peer, "late": late_start}[
+        scenario
+    ](links, rank)
     print(json.dumps({**seen, "listening": addresses}), flush=True)
     if scenario == "exchange":
         disconnect()

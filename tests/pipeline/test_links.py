@@ -60,6 +60,12 @@ def test_a_peer_that_dies_is_an_error_before_the_deadline() -> None:
     assert seen["seconds"] < DEADLINE_S
 
 
+def test_a_transfer_started_after_the_peer_died_is_the_same_error() -> None:
+    errors = run_ranks("late", 2)[1]["errors"]
+    assert [peer for peer, _ in errors] == [0, 0]
+    assert all("the link is gone" in text for _, text in errors)
+
+
 def test_edges_are_one_per_neighbour_and_one_for_feedback() -> None:
     assert edges(1) == []
     assert [(e.source, e.target) for e in edges(2)] == [(0, 1), (1, 0)]
