@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -131,7 +131,7 @@ def test_a_bad_request_is_a_value_error_and_harms_no_other(
     ],
 )
 def test_a_wrong_setting_is_named_before_anything_starts(
-    settings: dict[str, object], reason: str
+    settings: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(UsageError, match=reason):
         LLM("smollm2", **settings)
@@ -142,14 +142,14 @@ def test_a_dead_stage_is_blamed_even_if_its_neighbours_are_heard_first(
     tmp_path: Path, victim: int
 ) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
-    with pytest.raises(PipelineError, match=f"stage {victim} .* was killed by signal 9"):  # noqa: SIM117
-        with LLM(str(model), pipeline_parallel_size=4) as llm:
-            long = SamplingParams(max_tokens=100, ignore_eos=True)
-            for number, _ in enumerate(llm.stream("x", long)):
-                if number == 3:
-                    os.kill(llm.running.stages._stages[victim].process.pid, signal.SIGKILL)
-                    # Time for the others to notice, and to end before anybody looks.
-                    time.sleep(1.0)
+    with LLM(str(model), pipeline_parallel_size=4) as llm:
+        deltas = llm.stream("x", SamplingParams(max_tokens=100, ignore_eos=True))
+        next(deltas)
+        os.kill(llm.running.stages._stages[victim].process.pid, signal.SIGKILL)
+        # Time for the others to notice, and to end before anybody looks.
+        time.sleep(1.0)
+        with pytest.raises(PipelineError, match=f"stage {victim} .* was killed by signal 9"):
+            list(deltas)
 
 
 def test_an_interrupt_inside_the_engine_closes_it_cleanly(

@@ -197,12 +197,14 @@ def _as_json(llm: LLM, prompt: list[int], answer: _Answer) -> dict[str, Any]:
 
 def _print_summary(llm: LLM, prompt: list[int], answer: _Answer) -> None:
     running = llm.running
-    table = Table(
-        title=f"{len(prompt)} prompt + {len(answer.token_ids)} output tokens, "
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
+    console.print(
+        f"\n{len(prompt)} prompt + {len(answer.token_ids)} output tokens, "
         f"{answer.tokens_per_s:.1f} tokens/s, first after {answer.first_token_s:.2f} s, "
         f"loaded in {running.load_s:.1f} s, {running.dtype}",
-        title_justify="left",
+        highlight=False,
     )
+    table = Table()
     for heading in ("stage", "layers", "busy", "feedback wait", "activation wait", "peak memory"):
         table.add_column(heading, justify="right")
     for number, (share, usage) in enumerate(zip(running.shares, running.engine.usage, strict=True)):
@@ -214,4 +216,9 @@ def _print_summary(llm: LLM, prompt: list[int], answer: _Answer) -> None:
             f"{usage.activation_wait_s:.2f} s",
             f"{usage.peak_memory_bytes / 2**20:.0f} MiB",
         )
-    Console(stderr=True, width=None if sys.stderr.isatty() else 100).print(table)
+    console.print(table)
+    if len(running.shares) > 1:
+        console.print(
+            "A single request goes from stage to stage: each waits while the others compute.",
+            highlight=False,
+        )
