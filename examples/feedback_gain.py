@@ -10,7 +10,7 @@ import time
 from headrace import LLM, SamplingParams
 
 PROMPT = "Water flows down the headrace to the wheel, and the wheel turns the stone."
-ROUNDS = 5
+ROUNDS = 3
 
 
 def tokens_per_s(llm: LLM, requests: int) -> float:
