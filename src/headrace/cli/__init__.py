@@ -42,33 +42,29 @@ def run(arguments: list[str]) -> int:
         result = command.main(arguments or ["--help"], prog_name="headrace", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
-    except typer.TyperException as error:
-        known = arguments[:1] if arguments[:1] and arguments[0] in ("generate",) else []
-        see = " ".join(["headrace", *known, "--help"])
-        return _fail(f"{error.format_message().rstrip('.')} (see {see})", error.exit_code)
     except BrokenPipeError:
         # The reader has had enough. Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except HeadraceError as error:
-        if "--debug" in arguments:
-            traceback.print_exc()
-        return _fail(str(error), error.exit_code)
-    except OSError as error:
-        if "--debug" in arguments:
-            traceback.print_exc()
-        return _fail(f"{error.strerror or error}{f': {error.filename}' * bool(error.filename)}", 1)
     except Exception as error:
         if "--debug" in arguments:
-            raise
-        what = f"internal error, {type(error).__name__}: {error}"
-        return _fail(f"{what} (run with --debug for where it happened)", 1)
+            traceback.print_exc()
+        # One line, whatever the message is made of.
+        print("headrace:", " ".join(_message(error).split()), file=sys.stderr)
+        return error.exit_code if isinstance(error, HeadraceError | typer.TyperException) else 1
 
 
-def _fail(message: str, exit_code: int) -> int:
-    """One line on standard error, whatever the message is made of."""
-    print("headrace:", " ".join(message.split()), file=sys.stderr)
-    return exit_code
+def _message(error: Exception) -> str:
+    if isinstance(error, HeadraceError):
+        return str(error)
+    if isinstance(error, typer.TyperException):
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "headrace"
+        return f"{error.format_message().rstrip('.')} (see {command} --help)"
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}{f': {error.filename}' * bool(error.filename)}"
+    what = f"internal error, {type(error).__name__}: {error}"
+    return f"{what} (run with --debug for where it happened)"
 
 
 def _on_signal(number: int, frame: object) -> NoReturn:

@@ -4,10 +4,10 @@ A transfer is known by its channel and step and lives through three states:
 
     (unknown) --open--> open --wait--> done
 
-| call                          | unknown | open           | done       |
-| ----------------------------- | ------- | -------------- | ---------- |
-| open                          | ok      | OpenTwice      | OpenTwice  |
-| wait                          | Unknown | ok, then done  | WaitTwice  |
+| call | unknown     | open          | done        |
+| ---- | ----------- | ------------- | ----------- |
+| open | ok          | LedgerError   | LedgerError |
+| wait | LedgerError | ok, then done | LedgerError |
 
 A channel's transfers are opened in step order, which makes "done" one number per channel instead
 of a growing set. wait() passes on what the handle raises (LinkError); the entry then counts as

@@ -9,6 +9,7 @@ the whole group, so a link never survives it: LinkError, and the pipeline ends.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -64,22 +65,26 @@ class Link:
 
     def send(self, tensor: torch.Tensor) -> Handle:
         """Start sending a contiguous tensor; LinkError if the peer is known to be gone."""
-        what, peer = f"sending {self.channel.tensors} to", self.channel.target
-        try:
-            work = dist.isend(tensor, peer, group=self.group)
-        except RuntimeError as error:
-            _fail(what, peer, error)
-        assert work is not None, "this rank is not part of the edge"
-        return _WorkHandle(work, what, peer)
+        what = f"sending {self.channel.tensors} to"
+        return self._start(dist.isend, tensor, what, self.channel.target)
 
     def receive(self, buffer: torch.Tensor) -> Handle:
         """Start receiving into a contiguous buffer of the sender's shape and dtype.
 
         LinkError if the peer is known to be gone.
         """
-        what, peer = f"waiting for {self.channel.tensors} from", self.channel.source
+        what = f"waiting for {self.channel.tensors} from"
+        return self._start(dist.irecv, buffer, what, self.channel.source)
+
+    def _start(
+        self,
+        operation: Callable[..., dist.Work | None],
+        tensor: torch.Tensor,
+        what: str,
+        peer: int,
+    ) -> Handle:
         try:
-            work = dist.irecv(buffer, peer, group=self.group)
+            work = operation(tensor, peer, group=self.group)
         except RuntimeError as error:
             _fail(what, peer, error)
         assert work is not None, "this rank is not part of the edge"
@@ -138,7 +143,7 @@ def connect(
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "(chosen by gloo)")
         reason = " ".join(str(error).split())[:200]
         raise StartError(
-            f"stage {stage} cannot meet the other stages at {rendezvous.address}:"
+            f"cannot meet the other stages at {rendezvous.address}:"
             f"{rendezvous.port}, interface {interface}: {reason}"
         ) from error
     return {edge: Link(edge, group) for edge, group in groups.items() if stage in edge[1:]}

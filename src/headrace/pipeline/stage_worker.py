@@ -144,7 +144,7 @@ def run_stage(config: StageConfig, control: ControlSocket) -> None:
         )
     except (RuntimeError, MemoryError) as error:
         raise StartError(
-            f"stage {config.stage} has not enough memory for {cache.num_blocks} cache blocks: "
+            f"not enough memory for {cache.num_blocks} cache blocks: "
             "lower --kv-cache-memory or --max-model-len"
         ) from error
     rendezvous = Rendezvous(config.master_addr, config.master_port, config.store_fd)

@@ -1,6 +1,6 @@
 """What a client may ask of the choice of tokens."""
 
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -14,7 +14,9 @@ def check_type(name: str, value: object, kind: Any) -> None:
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise UsageError(f"{name} {value!r}: {str(error).lower()}") from None
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        reason = f"must be one of {', '.join(choices)}" if choices else str(error).lower()
+        raise UsageError(f"{name} {value!r}: {reason}") from None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
