@@ -174,7 +174,7 @@ class Simulation:
             if arrivals:
                 actions.append(lambda: self.scheduler.add(arrivals.popleft()))
             if aborts and aborts[0] not in arrivals:
-                actions.append(lambda: self.scheduler.abort(aborts.popleft()))
+                actions.append(lambda: self.scheduler.finish(aborts.popleft(), "abort"))
             if not stopped:
                 actions.append(None)
             action = rng.choice(actions) if actions else None

@@ -10,7 +10,7 @@ from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.pipeline.executor import ModelExecutor
 from headrace.pipeline.partition import stage_shares
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.protocol.sampling_params import SamplingParams, resolve
 from simulator import Simulation
 from toy_model import VOCAB, ToyModel, expected_outputs, toy_config
 
@@ -26,7 +26,8 @@ def build(seed: int, num_stages: int, blocking: bool = False) -> Simulation:
     window = microbatches + rng.randint(1, 3)
     block_size = rng.choice([1, 2, 4, 16])
     max_num_seqs = rng.randint(1, 5)
-    num_blocks = -(-MAX_MODEL_LEN // block_size) * rng.randint(1, 4)
+    # From barely enough for one sequence, so that others are preempted all the time, to plenty.
+    num_blocks = int(-(-MAX_MODEL_LEN // block_size) * rng.choice([1, 1, 1.5, 2, 4]))
     config = SchedulerConfig(
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=max_num_seqs,
@@ -37,6 +38,8 @@ def build(seed: int, num_stages: int, blocking: bool = False) -> Simulation:
         window=window,
         # A few tokens end a sequence, so stops come at unforeseen moments.
         eos_token_ids=frozenset(rng.sample(range(VOCAB), 3)),
+        prefix_caching=rng.random() < 0.7,
+        prefill_policy=rng.choice(["even", "budget"]),
     )
     shares = stage_shares([rng.randint(1, 2) for _ in range(num_stages)])
     executors = [
@@ -50,15 +53,24 @@ def build(seed: int, num_stages: int, blocking: bool = False) -> Simulation:
         )
         for share in shares
     ]
+    shared = [rng.randrange(VOCAB) for _ in range(20)]
     sequences = []
     for number in range(rng.randint(1, 8)):
-        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
+        prompt = shared[: rng.randint(0, 20)] if rng.random() < 0.6 else []
+        prompt = prompt + [rng.randrange(VOCAB) for _ in range(rng.randint(not prompt, 8))]
         params = SamplingParams(
             temperature=rng.choice([0.0, 1.0]),
             max_tokens=rng.randint(1, 20),
             ignore_eos=rng.random() < 0.5,
         )
-        sequences.append(Sequence(number, prompt, params, seed + number, params.max_tokens))
+        eos = config.eos_token_ids
+        sampling = resolve(params, seed=seed + number, eos_token_ids=eos, bad_words=[])
+        assert params.max_tokens is not None
+        sequences.append(
+            Sequence(
+                number, 0, prompt, params, sampling, params.max_tokens, rng.choice([0, 0, 0, 1])
+            )
+        )
     return Simulation(
         seed=seed,
         scheduler=Scheduler(config),
@@ -74,11 +86,15 @@ def build(seed: int, num_stages: int, blocking: bool = False) -> Simulation:
 def check(simulation: Simulation) -> None:
     """Every sequence holds exactly the tokens that it would have had alone."""
     scheduler = simulation.scheduler
-    config = scheduler._config
+    config = scheduler.config
     num_layers = simulation.executors[-1].model.share.end_layer  # type: ignore[attr-defined]
     for sequence in simulation.arrivals:
         expected, reason = expected_outputs(
-            sequence.prompt, num_layers, sequence.params, sequence.seed, config.eos_token_ids
+            sequence.prompt,
+            num_layers,
+            sequence.params,
+            sequence.sampling.seed,
+            config.eos_token_ids,
         )
         if sequence.finish_reason == "abort":
             assert sequence in simulation.aborts
@@ -87,7 +103,6 @@ def check(simulation: Simulation) -> None:
             assert sequence.finish_reason == reason, f"seed {simulation.seed}"
         assert sequence.outputs == expected, f"seed {simulation.seed}"
     assert scheduler.free_blocks == scheduler._pool.num_blocks, "blocks leaked"
-    assert scheduler._pool.unreserved == scheduler._pool.num_blocks, "reservations leaked"
 
 
 @pytest.mark.parametrize("blocking", [False, True], ids=["deferred", "blocking"])

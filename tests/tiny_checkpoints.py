@@ -47,7 +47,7 @@ def write_tiny_llama(
     return path
 
 
-def write_tiny_gguf(path: Path) -> Path:
+def write_tiny_gguf(path: Path, max_positions: int = 128) -> Path:
     """A Llama model of 4 layers in one file, with the same byte-level tokenizer.
 
     Starts faster than a directory, whose configuration and tokenizer come through transformers.
@@ -55,7 +55,7 @@ def write_tiny_gguf(path: Path) -> Path:
     hidden, inner, heads, kv_heads, vocab, layers = 32, 48, 4, 2, 300, 4
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(layers)
-    writer.add_context_length(128)
+    writer.add_context_length(max_positions)
     writer.add_embedding_length(hidden)
     writer.add_feed_forward_length(inner)
     writer.add_head_count(heads)

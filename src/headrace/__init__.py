@@ -3,14 +3,16 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headrace.async_llm import AsyncLLM
     from headrace.config import EngineConfig
     from headrace.llm import LLM
     from headrace.protocol.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "EngineConfig", "SamplingParams"]
 
 _HOME = {
+    "AsyncLLM": "headrace.async_llm",
     "LLM": "headrace.llm",
     "EngineConfig": "headrace.config",
     "SamplingParams": "headrace.protocol.sampling_params",

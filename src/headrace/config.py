@@ -1,9 +1,10 @@
 """What an engine can be told, with vLLM's names where vLLM has them."""
 
 import re
-from dataclasses import dataclass
-from typing import Literal, get_type_hints
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_type_hints
 
+from headrace.engine.prefill_policy import PrefillPolicyName
 from headrace.errors import UsageError
 from headrace.protocol.sampling_params import MAX_SEED, check_type
 
@@ -23,8 +24,12 @@ class EngineConfig:
     max_num_seqs: sequences that run at the same time; None for 256, or fewer if
         max_num_batched_tokens is less.
     max_num_batched_tokens: tokens in one step.
-    block_size: positions in a KV-cache block. kv_cache_memory: bytes of cache a stage, None for
-        half of what is free.
+    prefill_policy: even gives consecutive steps the same cost; budget fills every step up to
+        max_num_batched_tokens.
+    block_size: positions in a KV-cache block. enable_prefix_caching: keep blocks of requests that
+        ended, for others that begin with the same tokens.
+    kv_cache_memory: bytes of cache a stage; None for what gpu_memory_utilization says, the part of
+        the memory free once the weights are loaded that the caches of all stages may take.
     token_feedback: deferred, or blocking (for measuring).
     num_microbatches: groups of sequences that take turns; None for one a stage.
     seed: base of the random numbers of requests without a seed.
@@ -39,8 +44,11 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int = 512
+    prefill_policy: PrefillPolicyName = "even"
     block_size: int = 16
+    enable_prefix_caching: bool = True
     kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.5
     token_feedback: Literal["deferred", "blocking"] = "deferred"
     num_microbatches: int | None = None
     seed: int = 0
@@ -68,12 +76,28 @@ class EngineConfig:
                 f"--num-microbatches {self.microbatches} is more than the {self.sequences} "
                 "sequences of --max-num-seqs: some would always be empty"
             )
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise UsageError(
+                "--gpu-memory-utilization must be above 0 and at most 1, not "
+                f"{self.gpu_memory_utilization}"
+            )
         if not 0 <= self.seed <= MAX_SEED:
             raise UsageError(f"--seed must be from 0 to {MAX_SEED}, not {self.seed}")
         if not 0 <= self.master_port <= 65535:
             raise UsageError(f"--master-port must be from 0 to 65535, not {self.master_port}")
         if not self.stall_timeout > 0:
             raise UsageError(f"--stall-timeout must be above 0, not {self.stall_timeout}")
+
+    @classmethod
+    def of(cls, user: str, model: str, settings: dict[str, Any]) -> "EngineConfig":
+        """The config of keyword arguments given to `user`; UsageError for one there is not."""
+        known = {field.name for field in fields(cls)}
+        for name in settings:
+            if name not in known:
+                raise UsageError(
+                    f"{user} has no setting {name}: it takes {', '.join(sorted(known))}"
+                )
+        return cls(model=model, **settings)
 
     @property
     def sequences(self) -> int:

@@ -101,6 +101,7 @@ def launch(
             max_model_len,
             config.sequences,
             config.kv_cache_memory,
+            config.gpu_memory_utilization,
         )
         stages.allocate_cache(num_blocks, on_progress)
     except BaseException:
@@ -116,6 +117,8 @@ def launch(
             num_microbatches=config.microbatches,
             window=config.window,
             eos_token_ids=frozenset(model_config.eos_token_ids),
+            prefix_caching=config.enable_prefix_caching,
+            prefill_policy=config.prefill_policy,
         )
     )
     engine = Engine(

@@ -1,22 +1,20 @@
 """Offline generation from Python, with vLLM's class and argument names."""
 
-import operator
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from types import TracebackType
-from typing import Any, SupportsIndex, cast
+from typing import Any
 
+from headrace.checkpoint.tokenizer import Message
 from headrace.config import EngineConfig
-from headrace.engine.outputs import CompletionOutput, OutputDelta, RequestOutput
+from headrace.engine.outputs import OutputDelta, OutputGatherer, RequestOutput
 from headrace.errors import UsageError
 from headrace.launcher import RunningEngine, launch
+from headrace.progress import batch_progress
+from headrace.prompts import Prompt, as_conversations, as_params, as_prompts, token_ids
 from headrace.protocol.messages import Loading
 from headrace.protocol.sampling_params import SamplingParams
-
-Prompt = str | Sequence[int]
 
 
 class LLM:
@@ -33,11 +31,7 @@ class LLM:
         on_progress: Callable[[Loading], None] = lambda _: None,
         **settings: Any,
     ) -> None:
-        known = {field.name for field in fields(EngineConfig)}
-        for name in settings:
-            if name not in known:
-                raise UsageError(f"LLM has no setting {name}: it takes {', '.join(sorted(known))}")
-        self.config = EngineConfig(model=model, **settings)
+        self.config = EngineConfig.of("LLM", model, settings)
         self.running: RunningEngine = launch(self.config, on_progress)
         # What arrived for each open request and was not taken yet.
         self._arrived: dict[int, deque[OutputDelta]] = {}
@@ -47,39 +41,54 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; the answers come in the prompts' order.
 
         A prompt is a text or a list of token ids. One SamplingParams serves all prompts, a list
-        gives each its own. Raises UsageError for a request that can never run, PipelineError if
-        the pipeline breaks. An error or interrupt inside the engine closes this LLM.
+        gives each its own. use_tqdm: show a progress bar if standard error is a terminal.
+        priority: one number a prompt, smaller runs first. Raises UsageError for a request that can
+        never run, PipelineError if the pipeline breaks. An error or interrupt inside the engine
+        closes this LLM.
         """
-        batch = _as_prompts(prompts)
-        params = _as_params(sampling_params, len(batch))
-        started = time.monotonic()
-        requests: dict[int, _Request] = {}
-        try:
-            for prompt, choice in zip(batch, params, strict=True):
-                ids = self._token_ids(prompt)
-                text = prompt if isinstance(prompt, str) else None
-                requests[self._add(ids, choice)] = _Request(text, ids)
-            for request_id, request in requests.items():
-                for delta in self._deltas(request_id):
-                    request.take(delta, started)
-        finally:
-            for request_id in requests:
-                self._drop(request_id)
-        return [request.output(request_id) for request_id, request in requests.items()]
+        batch = as_prompts(prompts)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
+        ids = [token_ids(prompt, self.running.tokenizer) for prompt in batch]
+        return self._complete(texts, ids, sampling_params, use_tqdm, priority)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams) -> Iterator[OutputDelta]:
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, by the model's chat template.
+
+        A conversation is a list of {"role": ..., "content": ...}. Otherwise as generate(); raises
+        UsageError also if the model has no template or it refuses the messages.
+        """
+        conversations = as_conversations(messages)
+        tokenizer = self.running.tokenizer
+        texts = [tokenizer.render_chat(conversation) for conversation in conversations]
+        ids = [tokenizer.encode_chat(conversation) for conversation in conversations]
+        return self._complete(texts, ids, sampling_params, use_tqdm, priority)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Iterator[OutputDelta]:
         """Complete one prompt, handing out each token as it comes.
 
         Several streams may be open at once, and generate() may run meanwhile.
         """
-        (ids,) = (self._token_ids(p) for p in _as_prompts([prompt]))
-        request_id = self._add(ids, *_as_params(sampling_params, 1))
+        (ids,) = (token_ids(p, self.running.tokenizer) for p in as_prompts([prompt]))
+        (params,) = as_params(sampling_params, 1)
+        request_id = self._add(ids, params, priority)
         try:
-            yield from self._deltas(request_id)
+            yield from self._deltas(request_id, params.n)
         finally:
             self._drop(request_id)
 
@@ -110,9 +119,37 @@ class LLM:
         else:
             self._end_stages()
 
-    def _add(self, prompt: list[int], params: SamplingParams) -> int:
+    def _complete(
+        self,
+        texts: list[str | None] | list[str],
+        prompts: list[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        params = as_params(sampling_params, len(prompts))
+        priorities = [0] * len(prompts) if priority is None else list(priority)
+        if len(priorities) != len(prompts):
+            raise UsageError(f"{len(priorities)} priorities were given for {len(prompts)} prompts")
+        requests: dict[int, OutputGatherer] = {}
+        try:
+            for number, (text, ids) in enumerate(zip(texts, prompts, strict=True)):
+                choice = params[number]
+                request_id = self._add(ids, choice, priorities[number])
+                requests[request_id] = OutputGatherer(str(request_id), text, ids, choice)
+            with batch_progress(sum(p.n for p in params), shown=use_tqdm) as progress:
+                for request_id, gatherer in requests.items():
+                    while not gatherer.finished:
+                        delta = self._next_delta(request_id, on_step=progress)
+                        gatherer.take(delta)
+        finally:
+            for request_id in requests:
+                self._drop(request_id)
+        return [gatherer.output() for gatherer in requests.values()]
+
+    def _add(self, prompt: list[int], params: SamplingParams, priority: int) -> int:
         self._check_open()
-        request_id = self.running.engine.add(prompt, params)
+        request_id = self.running.engine.add(prompt, params, priority)
         self._arrived[request_id] = deque()
         return request_id
 
@@ -121,18 +158,24 @@ class LLM:
         del self._arrived[request_id]
         self.running.engine.abort(request_id)
 
-    def _deltas(self, request_id: int) -> Iterator[OutputDelta]:
-        """A request's deltas up to its last."""
-        arrived = self._arrived[request_id]
-        finished = False
-        while not finished:
-            while not arrived:
-                self._step()
-            delta = arrived.popleft()
-            finished = delta.finish_reason is not None
+    def _deltas(self, request_id: int, completions: int) -> Iterator[OutputDelta]:
+        """A request's deltas up to the last of the last completion."""
+        while completions:
+            delta = self._next_delta(request_id)
+            completions -= delta.finish_reason is not None
             yield delta
 
-    def _step(self) -> None:
+    def _next_delta(
+        self,
+        request_id: int,
+        on_step: Callable[[list[OutputDelta]], None] = lambda _: None,
+    ) -> OutputDelta:
+        arrived = self._arrived[request_id]
+        while not arrived:
+            on_step(self._step())
+        return arrived.popleft()
+
+    def _step(self) -> list[OutputDelta]:
         self._check_open()
         try:
             deltas = self.running.engine.step()
@@ -143,85 +186,8 @@ class LLM:
         for delta in deltas:
             if delta.request_id in self._arrived:
                 self._arrived[delta.request_id].append(delta)
+        return deltas
 
     def _check_open(self) -> None:
         if not self._end_stages.alive:
             raise UsageError("this LLM is closed, by close() or by an error: make another")
-
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.running.tokenizer.encode(prompt)
-        return [operator.index(token) for token in prompt]
-
-
-class _Request:
-    """Gathers one request's deltas."""
-
-    def __init__(self, prompt: str | None, prompt_token_ids: list[int]) -> None:
-        self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
-        self._tokens: list[int] = []
-        self._text: list[str] = []
-        self._last: OutputDelta | None = None
-        self._first_token_s: float | None = None
-        self._total_s = 0.0
-
-    def take(self, delta: OutputDelta, started: float) -> None:
-        self._total_s = time.monotonic() - started
-        if delta.token is not None:
-            self._tokens.append(delta.token)
-            if self._first_token_s is None:
-                self._first_token_s = self._total_s
-        self._text.append(delta.text)
-        self._last = delta
-
-    def output(self, request_id: int) -> RequestOutput:
-        assert self._last is not None
-        assert self._last.finish_reason is not None
-        completion = CompletionOutput(
-            0, "".join(self._text), self._tokens, self._last.finish_reason
-        )
-        return RequestOutput(
-            request_id=request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[completion],
-            first_token_s=self._first_token_s,
-            total_s=self._total_s,
-        )
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and _is_ids(prompts)):
-        return [cast(Prompt, prompts)]
-    if not isinstance(prompts, list | tuple):
-        raise UsageError(f"a prompt is a text or a list of token ids, not {prompts!r}")
-    for item in prompts:
-        if not isinstance(item, str) and not _is_ids(item):
-            raise UsageError(f"a prompt is a text or a list of token ids, not {item!r}")
-    return list(prompts)
-
-
-def _is_ids(prompt: object) -> bool:
-    """Whether it is a list of whole numbers, numpy's among them; a truth value is none."""
-    return isinstance(prompt, list | tuple) and all(
-        isinstance(token, SupportsIndex) and not isinstance(token, bool) for token in prompt
-    )
-
-
-def _as_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, list | tuple) or not all(
-        isinstance(p, SamplingParams) for p in params
-    ):
-        raise UsageError(
-            f"sampling_params must be SamplingParams or a list of them, not {params!r}"
-        )
-    if len(params) != count:
-        raise UsageError(f"{len(params)} sampling parameters were given for {count} prompts")
-    return list(params)

@@ -165,7 +165,7 @@ def unknown_flag(folder: Path) -> tuple[list[str], str]:
 
 
 def flag_out_of_range(folder: Path) -> tuple[list[str], str]:
-    return ["--model", "smollm2", "--temperature", "-1"], "temperature must be from 0 to 100"
+    return ["--model", "smollm2", "--temperature", "-1"], "temperature must be from 0 to 2"
 
 
 def empty_prompt(folder: Path) -> tuple[list[str], str]:

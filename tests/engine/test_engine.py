@@ -21,9 +21,9 @@ class Pipeline:
 
     def send(self, plan: Plan) -> None:
         self.plans.append(plan)
-        tokens = [[3] if row.yields is Yield.TOKEN else [] for row in plan.rows]
+        tokens = [[3] if row.yields & Yield.TOKEN else [] for row in plan.rows]
         report = Report(0, plan.step, 0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.5, 0.25, 99)
-        self.answers += [Result(0, plan.step, tokens), report]
+        self.answers += [Result(0, plan.step, tokens, []), report]
 
     def receive(self, timeout_s: float) -> list[Result | Report]:
         answers, self.answers = self.answers, []
@@ -31,7 +31,16 @@ class Pipeline:
 
 
 def engine(pipeline: Pipeline, seed: int = 0, stall_timeout: float = 60.0) -> Engine:
-    config = SchedulerConfig(64, 4, 16, 4, 64, 1, 3, frozenset())
+    config = SchedulerConfig(
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        block_size=4,
+        num_blocks=64,
+        num_microbatches=1,
+        window=3,
+        eos_token_ids=frozenset(),
+    )
     vocabulary = {f"t{n}": n for n in range(10)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
     return Engine(Scheduler(config), pipeline, tokenizer, 10, 1, seed, stall_timeout)
@@ -44,7 +53,7 @@ def seeds(base: int) -> list[int]:
         target.add([1], SamplingParams(max_tokens=1))
     target.add([1], SamplingParams(max_tokens=1, seed=77))
     target.step()
-    return [admission.seed for plan in pipeline.plans for admission in plan.admitted]
+    return [admission.sampling.seed for plan in pipeline.plans for admission in plan.admitted]
 
 
 def test_requests_without_a_seed_get_different_ones_that_follow_from_the_engines() -> None:
@@ -76,9 +85,8 @@ def test_an_aborted_request_is_reported_once() -> None:
     request = target.add([1], SamplingParams(max_tokens=30))
     target.step()
     ended = target.abort(request)
-    assert ended is not None
-    assert ended.finish_reason == "abort"
-    assert target.abort(request) is None
+    assert [delta.finish_reason for delta in ended] == ["abort"]
+    assert target.abort(request) == []
     while not target.scheduler.idle:
         assert target.step() == []
 

@@ -1,88 +1,74 @@
-"""Text comes out piece by piece exactly as it would in one go."""
+"""Deltas add up to outputs that later deltas leave as they are."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
 
-from headrace.checkpoint.gguf_file import read_gguf
-from headrace.checkpoint.gguf_tokenizer import tokenizer_from_gguf
-from headrace.checkpoint.locate import locate_model
-from headrace.engine.outputs import TextStream
-
-SMOLLM2 = tokenizer_from_gguf(read_gguf(locate_model("smollm2").path))
+from headrace.engine.outputs import Logprob, OutputDelta, OutputGatherer
+from headrace.engine.request import FinishReason
+from headrace.protocol.sampling_params import SamplingParams
 
 
-def sentencepiece_like() -> Tokenizer:
-    """Pieces with a leading space mark, and a token a byte for everything else."""
-    words = ["▁the", "▁cat", "s", "▁", "é", "<s>"]
-    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    vocabulary = {token: number for number, token in enumerate([*words, *byte_tokens])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
-    tokenizer.add_special_tokens(["<s>"])
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return tokenizer
+def delta(
+    token: int | None,
+    text: str,
+    at: float,
+    index: int = 0,
+    reason: FinishReason | None = None,
+    logprob: float | None = None,
+) -> OutputDelta:
+    found = None if token is None or logprob is None else {token: Logprob(logprob, 1, "x")}
+    return OutputDelta(0, index, token, text, reason, None, found, [], 32, at, 10.0, 10.5)
 
 
-SPM = sentencepiece_like()
+def test_tokens_text_and_times_add_up() -> None:
+    gatherer = OutputGatherer("7", "p", [1, 2], SamplingParams(logprobs=0))
+    gatherer.take(delta(5, "a", 11.0, logprob=-0.5))
+    first = gatherer.output()
+    gatherer.take(delta(6, "", 11.5, logprob=-0.25))
+    gatherer.take(delta(7, "bc", 13.0, reason="length", logprob=-1.0))
+    last = gatherer.output()
+    (early,), (late,) = first.outputs, last.outputs
+    assert (early.token_ids, early.text, early.finished, first.finished) == ([5], "a", False, False)
+    assert (late.token_ids, late.text, late.finish_reason) == ([5, 6, 7], "abc", "length")
+    assert last.finished
+    assert late.token_times_s == [1.0, 1.5, 3.0]
+    assert late.cumulative_logprob == -1.75
+    assert late.logprobs is not None
+    assert early.logprobs is not None
+    assert (len(early.logprobs), len(late.logprobs)) == (1, 3)
+    assert (last.request_id, last.prompt, last.num_cached_tokens) == ("7", "p", 32)
+    assert last.metrics.queue_s == 0.5
+    assert last.metrics.first_token_s == 1.0
+    assert last.metrics.total_s == 3.0
+    assert last.metrics.per_token_s == 1.0
 
 
-def streamed(tokenizer: Tokenizer, tokens: list[int]) -> tuple[list[str], str]:
-    stream = TextStream(tokenizer)
-    pieces = [stream.push(token) for token in tokens]
-    return pieces, stream.finish()
+def test_completions_of_one_request_are_kept_apart() -> None:
+    gatherer = OutputGatherer("7", None, [1], SamplingParams(n=2))
+    gatherer.take(delta(5, "a", 11.0, index=1))
+    gatherer.take(delta(6, "b", 11.0, index=0, reason="stop"))
+    assert not gatherer.finished
+    gatherer.take(delta(7, "c", 12.0, index=1, reason="length"))
+    output = gatherer.output()
+    assert [c.text for c in output.outputs] == ["b", "ac"]
+    assert [c.finish_reason for c in output.outputs] == ["stop", "length"]
+    assert output.finished
+    assert output.prompt_logprobs is None
 
 
-# Tokens that are part of a character, special ones, and any others, in even shares.
-PARTS = [n for n in range(49152) if "\ufffd" in SMOLLM2.decode([n])]
-tokens_of_smollm2 = st.sampled_from(PARTS) | st.integers(0, 16) | st.integers(0, 49151)
+def test_prompt_logprobs_begin_with_none_and_come_in_pieces() -> None:
+    gatherer = OutputGatherer("7", None, [1, 2, 3], SamplingParams(prompt_logprobs=0))
+    for token in (2, 3):
+        piece = delta(None, "", 11.0)
+        piece.prompt_logprobs = [{token: Logprob(-1.0, 4, "x")}]
+        gatherer.take(piece)
+    found = gatherer.output().prompt_logprobs
+    assert found is not None
+    assert [entry if entry is None else list(entry) for entry in found] == [None, [2], [3]]
 
 
-@given(st.lists(tokens_of_smollm2, max_size=30))
-@settings(max_examples=300, deadline=None)
-def test_pieces_of_any_tokens_add_up_to_the_whole_text(tokens: list[int]) -> None:
-    pieces, rest = streamed(SMOLLM2, tokens)
-    whole = SMOLLM2.decode(tokens, skip_special_tokens=True)
-    if "\ufffd" not in whole:
-        assert "".join(pieces) + rest == whole
-
-
-def test_special_tokens_between_the_bytes_of_a_character_do_not_split_it() -> None:
-    (end,) = SMOLLM2.encode("<|im_end|>").ids
-    first, *others = SMOLLM2.encode("東").ids
-    pieces, rest = streamed(SMOLLM2, [end, end, end, end, first, end, *others])
-    assert "".join(pieces) + rest == "東"
-
-
-@given(st.lists(st.integers(0, SPM.get_vocab_size() - 1), max_size=30))
-@settings(max_examples=300, deadline=None)
-def test_byte_fallback_tokens_add_up_to_the_whole_text(tokens: list[int]) -> None:
-    pieces, rest = streamed(SPM, tokens)
-    whole = SPM.decode(tokens, skip_special_tokens=True)
-    # A byte that spoils a run of bytes makes the decoder take back characters that are out.
-    if "\ufffd" not in whole:
-        assert "".join(pieces) + rest == whole
-
-
-@given(st.text(max_size=40))
-@settings(max_examples=200, deadline=None)
-def test_no_piece_holds_part_of_a_character(text: str) -> None:
-    tokens = SMOLLM2.encode(text).ids
-    whole = SMOLLM2.decode(tokens, skip_special_tokens=True)
-    pieces, rest = streamed(SMOLLM2, tokens)
-    if "\ufffd" not in whole:
-        assert all("\ufffd" not in piece for piece in [*pieces, rest])
-
-
-@pytest.mark.parametrize("text", ["東京タワー", "👩‍👩‍👧‍👦 family", "naïve café"])
-def test_a_sequence_cut_inside_a_character_shows_what_is_left_at_the_end(text: str) -> None:
-    tokens = SMOLLM2.encode(text).ids[:-1]
-    pieces, rest = streamed(SMOLLM2, tokens)
-    assert "".join(pieces) + rest == SMOLLM2.decode(tokens, skip_special_tokens=True)
+def test_a_request_without_tokens_has_no_times() -> None:
+    gatherer = OutputGatherer("7", None, [1], SamplingParams())
+    gatherer.take(delta(None, "", 11.0, reason="abort"))
+    metrics = gatherer.output().metrics
+    assert (metrics.first_token_s, metrics.per_token_s) == (None, None)
+    assert metrics.total_s == pytest.approx(1.0)

@@ -1,55 +1,102 @@
+from typing import Any
+
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.errors import PipelineError, UsageError
 from headrace.protocol.messages import Result
 from headrace.protocol.plan import Plan, TokenRef, Yield
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.protocol.sampling_params import SamplingParams, resolve
 
-BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, SEQS, BUDGET = 4, 20, 40, 4, 7
+BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, SEQS, BUDGET = 4, 11, 40, 4, 7
 EOS = 1
+PHASES = [Phase.generate]
 
 
-def scheduler(microbatches: int = 2, window: int = 4) -> Scheduler:
-    return Scheduler(
-        SchedulerConfig(
-            MAX_LEN, SEQS, BUDGET, BLOCK_SIZE, NUM_BLOCKS, microbatches, window, frozenset({EOS})
-        )
-    )
+def scheduler(**changes: Any) -> Scheduler:
+    settings: dict[str, Any] = {
+        "max_model_len": MAX_LEN,
+        "max_num_seqs": SEQS,
+        "max_num_batched_tokens": BUDGET,
+        "block_size": BLOCK_SIZE,
+        "num_blocks": 40,
+        "num_microbatches": 2,
+        "window": 4,
+        "eos_token_ids": frozenset({EOS}),
+        "prefill_policy": "budget",
+    }
+    return Scheduler(SchedulerConfig(**{**settings, **changes}))
 
 
-def sequence(number: int, prompt: int, outputs: int, ignore_eos: bool = False) -> Sequence:
-    params = SamplingParams(max_tokens=outputs, ignore_eos=ignore_eos)
-    return Sequence(number, [2] * prompt, params, 0, outputs)
+def sequence(
+    number: int, prompt: int | list[int], outputs: int, priority: int = 0, **params: Any
+) -> Sequence:
+    tokens = [100 + number] * prompt if isinstance(prompt, int) else prompt
+    asked = SamplingParams(max_tokens=outputs, **params)
+    sampling = resolve(asked, seed=number, eos_token_ids=[EOS], bad_words=[])
+    return Sequence(number, 0, tokens, asked, sampling, outputs, priority)
 
 
 def result_of(plan: Plan, token: int = 5) -> Result:
-    tokens = [[token] if row.yields is Yield.TOKEN else [] for row in plan.rows]
-    return Result(plan.epoch, plan.step, tokens)
+    tokens = [[token] if row.yields & Yield.TOKEN else [] for row in plan.rows]
+    return Result(plan.epoch, plan.step, tokens, [])
 
 
 class Load(RuleBasedStateMachine):
-    """Any order of arrivals, plans, results and aborts, watched from the ranks' side."""
+    """Any order of arrivals, plans, results and aborts, watched from the ranks' side.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scheduler = scheduler()
+    The cache is so small that preemption is common, and prompts share beginnings.
+    """
+
+    @initialize(
+        microbatches=st.integers(1, 3),
+        ahead=st.integers(1, 3),
+        caching=st.booleans(),
+        policy=st.sampled_from(["even", "budget"]),
+    )
+    def start(self, microbatches: int, ahead: int, caching: bool, policy: str) -> None:
+        self.window = microbatches + ahead
+        self.scheduler = scheduler(
+            num_blocks=NUM_BLOCKS,
+            num_microbatches=microbatches,
+            window=self.window,
+            prefix_caching=caching,
+            prefill_policy=policy,
+        )
         self.sequences: list[Sequence] = []
         self.in_flight: list[Plan] = []
         self.next_step = 0
         self.newest_result = -1
-        # What a rank knows: per slot its blocks and next position, and what is free for plan n.
+        self.sampled: dict[TokenRef, int] = {}
+        # What a rank knows: each slot's blocks and inputs, and what each place of a block was
+        # computed from, which is everything before it.
         self.blocks_of: dict[int, list[int]] = {}
-        self.position_of: dict[int, int] = {}
+        self.inputs_of: dict[int, list[int | TokenRef]] = {}
+        self.places: dict[tuple[int, int], list[int | TokenRef]] = {}
 
-    @rule(prompt=st.integers(1, 25), outputs=st.integers(1, 15), ignore=st.booleans())
-    def add(self, prompt: int, outputs: int, ignore: bool) -> None:
-        self.sequences.append(sequence(len(self.sequences), prompt, outputs, ignore))
-        self.scheduler.add(self.sequences[-1])
+    @rule(
+        shared=st.integers(0, 20),
+        own=st.integers(0, 10),
+        outputs=st.integers(1, 15),
+        ignore=st.booleans(),
+        priority=st.sampled_from([0, 0, 0, -1, 1]),
+    )
+    def add(self, shared: int, own: int, outputs: int, ignore: bool, priority: int) -> None:
+        number = len(self.sequences)
+        prompt = list(range(2, 2 + shared)) + [50 + number] * max(own, not shared)
+        one = sequence(number, prompt, outputs, priority, ignore_eos=ignore)
+        self.sequences.append(one)
+        self.scheduler.add(one)
 
     @rule()
     def plan(self) -> None:
@@ -57,9 +104,8 @@ class Load(RuleBasedStateMachine):
         if plan is None:
             return
         assert plan.step == self.next_step
-        assert plan.step - self.newest_result <= 4
+        assert plan.step - self.newest_result <= self.window
         self.next_step += 1
-        self.in_flight.append(plan)
         self.apply(plan)
 
     def apply(self, plan: Plan) -> None:
@@ -71,36 +117,65 @@ class Load(RuleBasedStateMachine):
         for admission in plan.admitted:
             assert admission.slot not in self.blocks_of, "slot given out while taken"
             assert 0 <= admission.slot < SEQS
-            self.blocks_of[admission.slot], self.position_of[admission.slot] = [], 0
+            tokens = admission.prompt + admission.outputs
+            assert admission.computed < len(tokens)
+            assert admission.computed % BLOCK_SIZE == 0
+            self.blocks_of[admission.slot] = []
+            self.inputs_of[admission.slot] = list(tokens[: admission.computed])
         for appended in plan.appended:
-            taken = {b for blocks in self.blocks_of.values() for b in blocks}
-            assert not taken & set(appended.blocks), "block given out while taken"
-            self.blocks_of[appended.slot] += appended.blocks
+            self.append(appended.slot, appended.blocks)
         for row in plan.rows:
-            position = self.position_of[row.slot]
-            refers = isinstance(row.inputs[0], TokenRef)
-            assert row.start == (None if refers else position)
-            position += len(row.inputs)
-            assert position <= len(self.blocks_of[row.slot]) * BLOCK_SIZE
-            self.position_of[row.slot] = position
+            inputs = self.inputs_of[row.slot]
             for token in row.inputs:
                 if isinstance(token, TokenRef):
                     assert self.newest_result < token.step < plan.step
+                    assert row.start is None
+                else:
+                    assert row.start is not None
+                inputs.append(token)
+                position = len(inputs) - 1
+                block = self.blocks_of[row.slot][position // BLOCK_SIZE]
+                owners = [slot for slot, blocks in self.blocks_of.items() if block in blocks]
+                assert owners == [row.slot], "a shared block was written"
+                self.places[block, position % BLOCK_SIZE] = list(inputs)
+            if row.start is not None:
+                assert row.start == len(inputs) - len(row.inputs)
+        self.in_flight.append(plan)
         for slot in plan.released:
-            del self.blocks_of[slot], self.position_of[slot]
+            del self.blocks_of[slot], self.inputs_of[slot]
+
+    def append(self, slot: int, blocks: list[int]) -> None:
+        """Blocks that are new to a slot are nobody's, or hold just what it would compute."""
+        held = {b for owned in self.blocks_of.values() for b in owned}
+        for block in blocks:
+            first = len(self.blocks_of[slot]) * BLOCK_SIZE
+            inputs = self.inputs_of[slot]
+            if first < len(inputs):
+                for offset in range(BLOCK_SIZE):
+                    computed = [self.resolve(t) for t in self.places[block, offset]]
+                    assert computed == inputs[: first + offset + 1], "a hit on other tokens"
+            else:
+                assert block not in held, "block given out while taken"
+            self.blocks_of[slot].append(block)
+
+    def resolve(self, token: int | TokenRef) -> int:
+        return self.sampled[token] if isinstance(token, TokenRef) else token
 
     @precondition(lambda self: self.in_flight)
     @rule(token=st.sampled_from([EOS, 5, 6]))
     def result(self, token: int) -> None:
         plan = self.in_flight.pop(0)
         self.newest_result = plan.step
+        for number, row in enumerate(plan.rows):
+            if row.yields & Yield.TOKEN:
+                self.sampled[TokenRef(plan.step, number)] = token
         for accepted in self.scheduler.take_result(result_of(plan, token)):
             assert len(accepted.sequence.outputs) <= accepted.sequence.max_outputs
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.scheduler.abort(data.draw(st.sampled_from(self.sequences)))
+        self.scheduler.finish(data.draw(st.sampled_from(self.sequences)), "abort")
 
     @invariant()
     def finished_sequences_ended_for_a_reason(self) -> None:
@@ -126,11 +201,11 @@ class Load(RuleBasedStateMachine):
 
 
 TestLoad = Load.TestCase
-TestLoad.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestLoad.settings = settings(max_examples=150, stateful_step_count=50, deadline=None, phases=PHASES)
 
 
 def test_a_lone_sequence_is_planned_ahead_by_references() -> None:
-    engine = scheduler(microbatches=2, window=4)
+    engine = scheduler()
     engine.add(sequence(0, prompt=3, outputs=10))
     plans = [engine.plan() for _ in range(5)]
     assert plans[4] is None, "the window is full"
@@ -165,7 +240,7 @@ def test_consecutive_chunks_of_a_long_prompt_go_in_consecutive_steps() -> None:
 
 
 def test_sequences_spread_evenly_over_the_microbatches() -> None:
-    engine = scheduler(microbatches=2, window=8)
+    engine = scheduler(window=8)
     for number in range(4):
         engine.add(sequence(number, prompt=1, outputs=15, ignore_eos=True))
     sizes = [len(plan.rows) for _ in range(8) if (plan := engine.plan())]
@@ -174,7 +249,7 @@ def test_sequences_spread_evenly_over_the_microbatches() -> None:
 
 
 def test_groups_that_endings_left_uneven_are_evened_out() -> None:
-    engine = scheduler(microbatches=2, window=8)
+    engine = scheduler(window=8)
     everyone = [sequence(n, prompt=1, outputs=15, ignore_eos=True) for n in range(4)]
     for one in everyone:
         engine.add(one)
@@ -184,7 +259,7 @@ def test_groups_that_endings_left_uneven_are_evened_out() -> None:
     together = [one for one in everyone if one.microbatch == 0]
     for one in everyone:
         if one not in together:
-            engine.abort(one)
+            engine.finish(one, "abort")
     sizes = [len(plan.rows) for _ in range(6) if (plan := engine.plan())]
     assert sizes == [1] * 6
 
@@ -230,12 +305,12 @@ def test_a_result_that_does_not_fit_its_plan_is_an_error_at_once() -> None:
     engine.add(sequence(0, prompt=2, outputs=10))
     engine.plan()
     with pytest.raises(PipelineError, match="rows"):
-        engine.take_result(Result(0, 0, [[1], [2]]))
+        engine.take_result(Result(0, 0, [[1], [2]], []))
     engine = scheduler()
     engine.add(sequence(0, prompt=2, outputs=10))
     engine.plan()
     with pytest.raises(PipelineError, match="tokens"):
-        engine.take_result(Result(0, 0, [[]]))
+        engine.take_result(Result(0, 0, [[]], []))
 
 
 @pytest.mark.parametrize(
@@ -248,6 +323,6 @@ def test_a_request_that_could_never_run_is_refused(prompt: int, outputs: int, re
 
 
 def test_a_request_larger_than_the_whole_cache_is_refused() -> None:
-    engine = Scheduler(SchedulerConfig(MAX_LEN, SEQS, BUDGET, 4, 5, 2, 4, frozenset()))
+    engine = scheduler(num_blocks=5)
     with pytest.raises(UsageError, match="kv-cache-memory"):
         engine.add(sequence(0, prompt=10, outputs=20))

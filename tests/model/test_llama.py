@@ -16,7 +16,7 @@ from headrace.model.weights import open_tensors
 from headrace.pipeline.executor import ModelExecutor
 from headrace.pipeline.partition import stage_shares
 from headrace.protocol.plan import Plan
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.protocol.sampling_params import SamplingParams, resolve
 from simulator import Simulation
 from tiny_checkpoints import write_tiny_llama
 
@@ -87,8 +87,22 @@ def run_stages(
             lambda _: None,
         )
         executors.append(_Recorder(model, 2, 40, 4, 32, torch.device("cpu")))
-    sequence = Sequence(0, prompt, SamplingParams(temperature=0, max_tokens=outputs), 0, outputs)
-    scheduler = Scheduler(SchedulerConfig(128, 2, chunk, 4, 40, 2, 4, frozenset()))
+    greedy = SamplingParams(temperature=0, max_tokens=outputs)
+    sampling = resolve(greedy, seed=0, eos_token_ids=[], bad_words=[])
+    sequence = Sequence(0, 0, prompt, greedy, sampling, outputs)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_model_len=128,
+            max_num_seqs=2,
+            max_num_batched_tokens=chunk,
+            block_size=4,
+            num_blocks=40,
+            num_microbatches=2,
+            window=4,
+            eos_token_ids=frozenset(),
+            prefill_policy="budget",
+        )
+    )
     with torch.inference_mode():
         Simulation(1, scheduler, list(executors), 4, 2, [sequence]).run()
     return sequence.outputs, torch.cat(executors[-1].seen)

@@ -9,7 +9,7 @@ import torch
 from headrace.pipeline.effects import Compute, EmitResult, PostReceive, Send, TakePlans, Wait
 from headrace.pipeline.ledger import Tensors
 from headrace.pipeline.stage_loop import PlanOrderError, StageRole, stage_loop
-from headrace.protocol.messages import Stop
+from headrace.protocol.messages import RowLogprobs, Stop
 from headrace.protocol.plan import Plan, Row, TokenRef, Yield
 
 
@@ -26,8 +26,20 @@ class Executor:
         self.inputs.append(inputs.flatten().tolist())
         return torch.zeros(len(inputs), 1)
 
+    def logits(self, plan: Plan, activations: torch.Tensor) -> torch.Tensor:
+        return activations
+
     def sample(self, plan: Plan, logits: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([7] * sum(row.yields for row in plan.rows))
+        return torch.tensor([7] * sum(row.yields & Yield.TOKEN for row in plan.rows))
+
+    def logprobs(
+        self,
+        plan: Plan,
+        activations: torch.Tensor,
+        logits: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+    ) -> list[RowLogprobs]:
+        return []
 
     def activations_buffer(self, tokens: int) -> torch.Tensor:
         return torch.zeros(tokens, 1)
@@ -132,8 +144,9 @@ def test_a_plan_of_chunks_only_has_no_feedback() -> None:
 
 def test_the_last_stage_sends_feedback_as_soon_as_it_has_sampled() -> None:
     trace = run(1, 2, [[plan(0, prompt()), Stop(0)]])
-    assert trace[2:5] == ["forward 0", "sample 0", "send feedback 0"]
-    assert trace[5] == "result 0 [[7]]"
+    # The output projection is part of the forward; reports are worked out after the send.
+    assert trace[2:7] == ["forward 0", "forward 0", "sample 0", "send feedback 0", "sample 0"]
+    assert trace[7] == "result 0 [[7]]"
 
 
 def test_a_plan_without_rows_moves_no_tensor_but_has_a_result() -> None:

@@ -7,12 +7,23 @@ from hypothesis import strategies as st
 
 from headrace.errors import UsageError
 from headrace.protocol import codec
-from headrace.protocol.messages import Failure, Loaded, Loading, Ready, Report, Result, Stop
+from headrace.protocol.messages import (
+    Failure,
+    Loaded,
+    Loading,
+    Ready,
+    Report,
+    Result,
+    RowLogprobs,
+    Stop,
+    TokenLogprobs,
+)
 from headrace.protocol.plan import (
     Admission,
     BlocksAppended,
     Plan,
     Row,
+    Sampling,
     TokenRef,
     Yield,
     referenced_steps,
@@ -27,15 +38,23 @@ rows = st.builds(
     slot=numbers,
     inputs=st.lists(numbers | st.builds(TokenRef, numbers, numbers), min_size=1, max_size=5),
     start=st.none() | numbers,
-    yields=st.sampled_from(Yield),
+    yields=st.sampled_from([Yield(n) for n in range(4)]),
 )
 admissions = st.builds(
     Admission,
     slot=numbers,
     prompt=st.lists(numbers),
     outputs=st.lists(numbers),
-    seed=st.integers(0, 2**63 - 1),
-    temperature=st.floats(0, 100),
+    computed=numbers,
+    sampling=st.builds(
+        Sampling,
+        seed=st.integers(0, 2**63 - 1),
+        temperature=st.floats(0, 2),
+        logit_bias=st.dictionaries(numbers, st.floats(-100, 100), max_size=2),
+        bad_words=st.lists(st.lists(numbers, min_size=1, max_size=3), max_size=2),
+        end_tokens=st.lists(numbers, max_size=2),
+        logprobs=st.none() | st.integers(-1, 9),
+    ),
 )
 plans = st.builds(
     Plan,
@@ -57,7 +76,8 @@ def test_plans_survive_the_way_to_a_stage(plan: Plan) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Result(0, 3, [[5], []]),
+        Result(0, 3, [[5], []], []),
+        Result(0, 3, [[5]], [RowLogprobs(0, TokenLogprobs([5, 9], [-0.5, -0.1], 2), [])]),
         Report(0, 3, 1, 1.0, 2.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 7),
         Failure(1, "ModelError", "why", 2, "trace"),
         Loaded(0, 1, 2),
@@ -99,7 +119,7 @@ def test_a_plan_tells_its_tokens_references_and_whether_it_samples() -> None:
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("max_tokens", 0),
-        ("seed", -1),
+        ("seed", -2),
         ("seed", 2**63),
         ("stop_token_ids", (3, -1)),
     ],

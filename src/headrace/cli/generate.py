@@ -12,11 +12,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headrace.cli.progress import loading_display
 from headrace.config import parse_size
 from headrace.engine.request import FinishReason
 from headrace.errors import UsageError
 from headrace.llm import LLM
+from headrace.progress import loading_display
 from headrace.protocol.sampling_params import SamplingParams
 
 
@@ -56,11 +56,21 @@ def generate(
         int | None, typer.Option(help="Sequences that run at the same time; default: 256.")
     ] = None,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = 512,
+    prefill_policy: Annotated[
+        str, typer.Option(help="even: steps of the same cost; budget: always as many tokens.")
+    ] = "even",
     block_size: Annotated[int, typer.Option(help="Positions in a KV-cache block.")] = 16,
     kv_cache_memory: Annotated[
         str | None,
-        typer.Option(help="KV cache a stage, such as 2GiB; default: half of what is free."),
+        typer.Option(help="KV cache a stage, such as 2GiB; default: --gpu-memory-utilization."),
     ] = None,
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option(help="KV cache of all stages, as a part of the memory free after loading."),
+    ] = 0.5,
+    enable_prefix_caching: Annotated[
+        bool, typer.Option(help="Keep blocks of ended requests for others that begin the same.")
+    ] = True,
     token_feedback: Annotated[
         str, typer.Option(help="deferred, or blocking to measure what engines used to do.")
     ] = "deferred",
@@ -85,8 +95,11 @@ def generate(
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
+        "prefill_policy": prefill_policy,
         "block_size": block_size,
+        "enable_prefix_caching": enable_prefix_caching,
         "kv_cache_memory": None if kv_cache_memory is None else _size(kv_cache_memory),
+        "gpu_memory_utilization": gpu_memory_utilization,
         "token_feedback": token_feedback,
         "num_microbatches": num_microbatches,
         "seed": seed,

@@ -1,19 +1,24 @@
 """The engine's loop: fill the window with plans, take results, hand out text."""
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from headrace.engine.outputs import OutputDelta, TextStream
+from headrace.engine.detokenizer import Detokenizer, TextStream
+from headrace.engine.outputs import Logprob, Logprobs, OutputDelta
 from headrace.engine.request import Sequence
-from headrace.engine.scheduler import AcceptedToken, Scheduler
+from headrace.engine.scheduler import Accepted, Scheduler
 from headrace.engine.stage_usage import StageUsage
+from headrace.engine.step_cost import CostFit, StepWork, dearest
+from headrace.engine.stop_strings import StopStrings
 from headrace.errors import PipelineError, UsageError
-from headrace.protocol.messages import Report, Result
+from headrace.protocol.messages import Report, Result, TokenLogprobs
 from headrace.protocol.plan import Plan
-from headrace.protocol.sampling_params import MAX_SEED, SamplingParams
+from headrace.protocol.sampling_params import MAX_SEED, SamplingParams, resolve
 
 # Odd constant of the 64-bit golden ratio (Steele, Lea, Flood 2014): spreads consecutive request
 # numbers over the seed space.
@@ -31,18 +36,21 @@ class Pipeline(Protocol):
         stage failed."""
 
 
-@dataclass
-class _Running:
-    sequence: Sequence
-    text: TextStream
+@dataclass(slots=True)
+class _Text:
+    """The text of a sequence as it comes, and what to look for in it."""
+
+    stream: TextStream
+    stops: StopStrings | None
 
 
 @dataclass
 class Engine:
     """Drives one pipeline. Not thread-safe: one caller adds, aborts and steps.
 
-    vocab_size bounds prompt tokens; seed is the base for requests without one; stall_timeout, in
-    seconds, is how long a step in flight may go without any result.
+    vocab_size bounds token ids; seed is the base for requests without one; stall_timeout, in
+    seconds, is how long a step in flight may go without any result. costs: each stage's measured
+    cost of a step.
     """
 
     scheduler: Scheduler
@@ -53,38 +61,72 @@ class Engine:
     seed: int
     stall_timeout: float
     usage: list[StageUsage] = field(init=False)
-    _running: dict[int, _Running] = field(default_factory=dict, init=False)
+    costs: list[CostFit] = field(init=False)
+    _detokenizer: Detokenizer = field(init=False)
+    _token_text: Callable[[int], str] = field(init=False)
+    _requests: dict[int, list[Sequence]] = field(default_factory=dict, init=False)
+    _texts: dict[Sequence, _Text] = field(default_factory=dict, init=False)
+    # What steps carry whose reports are not all in.
+    _works: dict[int, StepWork] = field(default_factory=dict, init=False)
+    _reports: dict[int, int] = field(default_factory=dict, init=False)
     _next_request: int = field(default=0, init=False)
     _last_progress: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         self.usage = [StageUsage() for _ in range(self.num_stages)]
+        self.costs = [CostFit() for _ in range(self.num_stages)]
+        self._detokenizer = Detokenizer(self.tokenizer)
+        self._token_text = lru_cache(maxsize=65536)(
+            lambda token: str(self.tokenizer.decode([token], skip_special_tokens=False))
+        )
 
-    def add(self, prompt: list[int], params: SamplingParams) -> int:
-        """Queue a request and return its id; raises UsageError if it could never run."""
-        for token in prompt:
-            if not 0 <= token < self.vocab_size:
-                raise UsageError(
-                    f"prompt token {token} is not in the vocabulary (0 to {self.vocab_size - 1})"
-                )
+    def add(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> int:
+        """Queue a request and return its id; smaller priorities run first.
+
+        Raises UsageError, and queues nothing, if it could never run.
+        """
+        self._check(prompt, params)
+        limit = self.scheduler.config.max_model_len
+        max_outputs = limit if params.max_tokens is None else params.max_tokens
+        self.scheduler.check(len(prompt), max_outputs)
         request_id = self._next_request
+        self._next_request += 1
         seed = params.seed
         if seed is None:
             seed = (self.seed + (request_id + 1) * _SEED_STRIDE) & MAX_SEED
-        sequence = Sequence(request_id, prompt, params, seed, params.max_tokens)
-        self.scheduler.add(sequence)
-        self._next_request += 1
-        self._running[request_id] = _Running(sequence, TextStream(self.tokenizer))
+        bad_words = self._tokens_of(params.bad_words)
+        self._requests[request_id] = []
+        for index in range(params.n):
+            sampling = resolve(
+                params,
+                seed=(seed + index) & MAX_SEED,
+                eos_token_ids=self.scheduler.config.eos_token_ids,
+                bad_words=bad_words,
+            )
+            sequence = Sequence(request_id, index, prompt, params, sampling, max_outputs, priority)
+            self.scheduler.add(sequence)
+            self._requests[request_id].append(sequence)
+            stops = None
+            if params.stop:
+                stops = StopStrings(
+                    tuple(params.stop), params.include_stop_str_in_output, params.min_tokens
+                )
+            self._texts[sequence] = _Text(self._detokenizer.stream(), stops)
         return request_id
 
-    def abort(self, request_id: int) -> OutputDelta | None:
-        """End a request; None if it is not running."""
-        running = self._running.pop(request_id, None)
-        if running is None:
-            return None
-        self.scheduler.abort(running.sequence)
-        text = running.text.finish()
-        return OutputDelta(request_id, None, text, "abort")
+    def abort(self, request_id: int) -> list[OutputDelta]:
+        """End a request; one delta for each completion that had not ended."""
+        deltas = []
+        for sequence in list(self._requests.get(request_id, ())):
+            self.scheduler.finish(sequence, "abort")
+            text = self._rest_of_text(self._texts[sequence])
+            deltas.append(self._delta(sequence, None, text, time.monotonic()))
+            self._forget(sequence)
+        return deltas
+
+    def is_running(self, request_id: int) -> bool:
+        """Whether the request has a completion that has not ended."""
+        return request_id in self._requests
 
     @property
     def settled(self) -> bool:
@@ -97,25 +139,141 @@ class Engine:
         if self.scheduler.steps_in_flight == 0:
             self._last_progress = time.monotonic()
         while (plan := self.scheduler.plan()) is not None:
+            self._works[plan.step] = self.scheduler.newest_work
             self.pipeline.send(plan)
         deltas: list[OutputDelta] = []
         for message in self.pipeline.receive(timeout_s):
             if isinstance(message, Report):
-                self.usage[message.stage].add(message)
+                self._take_report(message)
             else:
-                self._last_progress = time.monotonic()
-                deltas += [self._to_output(a) for a in self.scheduler.take_result(message)]
+                deltas += self.take_result(message)
         self._check_stall()
         return deltas
 
-    def _to_output(self, accepted: AcceptedToken) -> OutputDelta:
-        sequence = accepted.sequence
-        running = self._running[sequence.request_id]
-        text = running.text.push(accepted.token)
+    def take_result(self, result: Result) -> list[OutputDelta]:
+        """What the result of the oldest step in flight brought to whom."""
+        self._last_progress = now = time.monotonic()
+        return [self._to_output(entry, now) for entry in self.scheduler.take_result(result)]
+
+    def _check(self, prompt: list[int], params: SamplingParams) -> None:
+        """Raises UsageError for tokens that the vocabulary does not have."""
+        size = self.vocab_size
+        named = {
+            "prompt token": prompt,
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": params.logit_bias or (),
+        }
+        for name, tokens in named.items():
+            for token in (min(tokens), max(tokens)) if tokens else ():
+                if not 0 <= token < size:
+                    raise UsageError(f"{name} {token} is not in the vocabulary (0 to {size - 1})")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > size:
+                raise UsageError(
+                    f"{name} must be at most {size}, the size of the vocabulary, not {count}"
+                )
+
+    def _tokens_of(self, bad_words: Iterable[str]) -> list[list[int]]:
+        """Each word's tokens at the beginning of a text and, where those are as many but others,
+        inside one, as in vLLM."""
+        result = []
+        for word in bad_words:
+            own, inside = (
+                list(self.tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False).ids)
+                for prefix in ("", " ")
+            )
+            result.append(own)
+            if own and inside[0] != own[0] and len(inside) == len(own):
+                result.append(inside)
+        return result
+
+    def _to_output(self, accepted: Accepted, now: float) -> OutputDelta:
+        sequence, token, logprobs, prompt_logprobs = accepted
+        text = ""
+        if token is not None:
+            text = self._new_text(sequence, token)
+        delta = self._delta(sequence, token, text, now)
+        if logprobs is not None:
+            delta.logprobs = self._readable(logprobs)
+        if prompt_logprobs:
+            delta.prompt_logprobs = [self._readable(entry) for entry in prompt_logprobs]
+        if sequence.finish_reason is not None:
+            self._forget(sequence)
+        return delta
+
+    def _new_text(self, sequence: Sequence, token: int) -> str:
+        """The text that a token completed; ends the sequence if a stop string is in it."""
+        text = self._texts[sequence]
+        by_token = sequence.finish_reason == "stop"
+        if by_token and not sequence.params.include_stop_str_in_output:
+            return self._rest_of_text(text)
+        piece = text.stream.push(token)
         if sequence.finished:
-            text += running.text.finish()
-            del self._running[sequence.request_id]
-        return OutputDelta(sequence.request_id, accepted.token, text, sequence.finish_reason)
+            piece += text.stream.finish()
+        if text.stops is None:
+            return piece
+        shown, hit = text.stops.push(piece, len(sequence.outputs))
+        if hit is not None and not by_token:
+            if sequence.finished:
+                # Its last token, by count, also completed the stop string.
+                sequence.finish_reason, sequence.stop_reason = "stop", hit
+            else:
+                self.scheduler.finish(sequence, "stop", hit)
+        elif hit is None and sequence.finished:
+            shown += text.stops.finish()
+        return shown
+
+    def _rest_of_text(self, text: _Text) -> str:
+        """What is held back when a sequence ends."""
+        held = "" if text.stops is None else text.stops.finish()
+        return held + text.stream.finish()
+
+    def _delta(self, sequence: Sequence, token: int | None, text: str, now: float) -> OutputDelta:
+        return OutputDelta(
+            sequence.request_id,
+            sequence.index,
+            token,
+            text,
+            sequence.finish_reason,
+            sequence.stop_reason,
+            None,
+            [],
+            sequence.cached_tokens or 0,
+            now,
+            sequence.queued_at,
+            sequence.admitted_at,
+        )
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self._texts[sequence]
+        siblings = self._requests[sequence.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._requests[sequence.request_id]
+
+    def _readable(self, entry: TokenLogprobs) -> Logprobs:
+        """By token id, the likeliest in order; ids[0] is the token itself, wherever it ranks."""
+        found: Logprobs = {
+            entry.ids[0]: Logprob(entry.logprobs[0], entry.rank, self._token_text(entry.ids[0]))
+        }
+        for place, (token, logprob) in enumerate(
+            zip(entry.ids[1:], entry.logprobs[1:], strict=True), start=1
+        ):
+            if token not in found:
+                found[token] = Logprob(logprob, place, self._token_text(token))
+        return found
+
+    def _take_report(self, report: Report) -> None:
+        """Learn from a stage's times what steps cost: that sets the pace, never the tokens."""
+        self.usage[report.stage].add(report)
+        work = self._works[report.step]
+        self.costs[report.stage].add(work, report.forward_s + report.sample_s)
+        self._reports[report.step] = self._reports.get(report.step, 0) + 1
+        if self._reports[report.step] == self.num_stages:
+            del self._works[report.step], self._reports[report.step]
+            if work.tokens:
+                self.scheduler.cost = dearest([fit.cost for fit in self.costs], work)
 
     def _check_stall(self) -> None:
         due = self.scheduler.oldest_step_in_flight

@@ -3,36 +3,56 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from headrace.protocol.plan import TokenRef
+from headrace.protocol.plan import Sampling, TokenRef
 from headrace.protocol.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One completion of one request.
 
-    prompt: token ids, at least one. outputs: the tokens accepted from results. seed: fixes its
-    random numbers. planned_positions: positions whose forward pass is in some plan.
-    planned_outputs: tokens that plans asked to be sampled, accepted or still on their way.
-    newest_sample: the reference to the newest of those.
+    index: which of the request's n completions. prompt: token ids, at least one. sampling: what the
+    last stage is told. priority: smaller runs first; arrival: numbers sequences as they came.
+    outputs: the tokens accepted from results.
+
+    While it has a slot: known: prompt and outputs at its admission, all of which are prefilled.
+    planned_positions: positions that are cached or whose forward pass is in some plan.
+    planned_outputs: tokens accepted, or that plans asked to be sampled; newest_sample refers to the
+    newest of those. in_flight: rows whose result has not arrived.
+
+    keys: prefix-cache keys of its full blocks of known tokens, as far as worked out; published: how
+    many of its blocks are in the prefix cache. prompt_logprobs: how many prompt tokens after the
+    first have theirs. cached_tokens: positions that its first admission found in the prefix cache.
+    queued_at, admitted_at: when it came and when it first had a slot, on the scheduler's clock.
     """
 
     request_id: int
+    index: int
     prompt: list[int]
     params: SamplingParams
-    seed: int
+    sampling: Sampling
     max_outputs: int
+    priority: int = 0
+    arrival: int = 0
     outputs: list[int] = field(default_factory=list)
     slot: int | None = None
+    known: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    reserved_blocks: int = 0
     planned_positions: int = 0
     planned_outputs: int = 0
     newest_sample: TokenRef | None = None
     microbatch: int | None = None
+    in_flight: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    published: int = 0
+    prompt_logprobs: int = 0
+    cached_tokens: int | None = None
+    queued_at: float = 0.0
+    admitted_at: float | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
 
     @property
     def finished(self) -> bool:
@@ -40,20 +60,33 @@ class Sequence:
         return self.finish_reason is not None
 
     @property
-    def prompt_planned(self) -> bool:
-        """Whether every prompt position is in some plan."""
-        return self.planned_positions >= len(self.prompt)
+    def rank(self) -> tuple[int, int]:
+        """Its place in line: smaller runs first, the largest is preempted first."""
+        return (self.priority, self.arrival)
+
+    @property
+    def length(self) -> int:
+        """Tokens it has, prompt and accepted outputs."""
+        return len(self.prompt) + len(self.outputs)
+
+    @property
+    def prefill_left(self) -> int:
+        """Tokens to be prefilled that are in no plan yet."""
+        return len(self.known) - self.planned_positions
 
     @property
     def max_positions(self) -> int:
         """Positions it can ever compute: its last output token is sampled, never computed."""
         return len(self.prompt) + self.max_outputs - 1
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are asked for and not all there."""
+        asked = self.sampling.prompt_logprobs is not None
+        return asked and self.prompt_logprobs < len(self.prompt) - 1
 
-def next_input(sequence: Sequence) -> int | TokenRef:
-    """The token at the next position to plan, as an id once accepted, else as a reference."""
-    index = sequence.planned_positions - len(sequence.prompt)
-    if index < len(sequence.outputs):
-        return sequence.outputs[index]
-    assert sequence.newest_sample is not None
-    return sequence.newest_sample
+
+def token_at(sequence: Sequence, position: int) -> int:
+    """The accepted token at a position of prompt and outputs."""
+    index = position - len(sequence.prompt)
+    return sequence.prompt[position] if index < 0 else sequence.outputs[index]

@@ -1,16 +1,37 @@
 """Turns running sequences into plans, up to `window` steps ahead of the newest result."""
 
+import time
+from bisect import insort
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from headrace.engine.block_pool import BlockPool
-from headrace.engine.request import FinishReason, Sequence, next_input
+from headrace.engine.microbatches import Microbatches
+from headrace.engine.prefill_policy import (
+    PrefillPolicyName,
+    Situation,
+    StepAllowance,
+    prefill_policy,
+)
+from headrace.engine.prefix_cache import PrefixCache
+from headrace.engine.request import FinishReason, Sequence
+from headrace.engine.step_cost import (
+    NO_WORK,
+    PRIOR,
+    StepCost,
+    StepWork,
+    chunk_attended,
+    total_work,
+)
+from headrace.engine.waiting import WaitingQueue, by_rank
 from headrace.errors import PipelineError, UsageError
-from headrace.protocol.messages import Result
+from headrace.protocol.messages import Result, TokenLogprobs
 from headrace.protocol.plan import Admission, BlocksAppended, Plan, Row, TokenRef, Yield
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """Limits of the scheduler; tokens and sequences are counts, window is in steps."""
 
@@ -22,42 +43,78 @@ class SchedulerConfig:
     num_microbatches: int
     window: int
     eos_token_ids: frozenset[int]
+    prefix_caching: bool = True
+    prefill_policy: PrefillPolicyName = "even"
     epoch: int = 0
 
 
-@dataclass(frozen=True)
-class AcceptedToken:
-    """A token that a result brought for a sequence that was still running."""
+class Accepted(NamedTuple):
+    """What a row's result brought for a sequence that was still running.
+
+    token is None for a row of prompt tokens alone. prompt_logprobs: of the next prompt tokens.
+    """
 
     sequence: Sequence
-    token: int
+    token: int | None
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: list[TokenLogprobs]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _InFlight:
+    """A step without result yet. starts: the first position of each row that is a chunk."""
+
     step: int
     rows: list[Sequence]
     yields: list[Yield]
+    starts: dict[int, int]
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The plan that is being made. group: whose turn it is; decode_rows: how many rows decode."""
+
+    step: int
+    rows: list[Row] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    starts: dict[int, int] = field(default_factory=dict)
+    admitted: list[Admission] = field(default_factory=list)
+    appended: list[BlocksAppended] = field(default_factory=list)
+    group: int = 0
+    decode_rows: int = 0
+    work: StepWork = NO_WORK
 
 
 class Scheduler:
-    """First come, first served; decode rows before prefill chunks; one plan at a time.
+    """First come, first served within a priority; decode rows before prefill chunks.
 
     Sequences that decode belong to one of `num_microbatches` groups, which take turns, so that a
-    row's token is back when its group's turn comes. Prefill chunks go into any step.
+    row's token is back when its group's turn comes. Prefill chunks go into any step. When blocks
+    run out, the newest sequence is preempted: it loses slot and blocks, to be computed again.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._config = config
+    def __init__(
+        self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config = config
+        # What steps cost the slowest stage: the engine keeps it up to date from reports.
+        self.cost: StepCost = PRIOR
+        self.newest_work = NO_WORK
+        self._clock = clock
         self._pool = BlockPool(config.num_blocks)
+        self._policy = prefill_policy(config.prefill_policy)
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._waiting: deque[Sequence] = deque()
+        self._cache = PrefixCache(self._pool, config.block_size, config.prefix_caching)
+        self._waiting = WaitingQueue()
+        # Ordered by rank.
         self._prefilling: list[Sequence] = []
-        self._groups: list[list[Sequence]] = [[] for _ in range(config.num_microbatches)]
+        self._groups = Microbatches(config.num_microbatches)
+        # Those whose slot and blocks the next plan gives back.
         self._releasing: list[Sequence] = []
         self._in_flight: deque[_InFlight] = deque()
-        self._turn = 0
         self._next_step = 0
+        self._arrivals = 0
+        self.preemptions = 0
 
     @property
     def steps_in_flight(self) -> int:
@@ -80,91 +137,87 @@ class Scheduler:
         return self._pool.free
 
     @property
+    def num_running(self) -> int:
+        """Sequences that have a slot and go on."""
+        return len(self._prefilling) + self._groups.decoding
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a slot, preempted ones included."""
+        return len(self._waiting)
+
+    @property
     def idle(self) -> bool:
         """Whether nothing waits, runs, is to be released or is on its way."""
-        return not (
-            self._waiting
-            or self._prefilling
-            or any(self._groups)
-            or self._releasing
-            or self._in_flight
-        )
+        return not (self._waiting or self.num_running or self._releasing or self._in_flight)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; raises UsageError if it could never run."""
-        length = len(sequence.prompt)
-        limit = self._config.max_model_len
-        if length == 0:
+        self.check(len(sequence.prompt), sequence.max_outputs)
+        sequence.max_outputs = min(
+            sequence.max_outputs, self.config.max_model_len - len(sequence.prompt)
+        )
+        sequence.arrival = self._arrivals
+        sequence.queued_at = self._clock()
+        self._arrivals += 1
+        self._waiting.push(sequence)
+
+    def check(self, prompt_length: int, max_outputs: int) -> None:
+        """Raises UsageError, with the reason, for a sequence that could never run."""
+        limit = self.config.max_model_len
+        if prompt_length == 0:
             raise UsageError("the prompt is empty: give it at least one token")
-        if length >= limit:
+        if prompt_length >= limit:
             raise UsageError(
-                f"the prompt has {length} tokens, which leaves no room for output: "
+                f"the prompt has {prompt_length} tokens, which leaves no room for output: "
                 f"--max-model-len is {limit}"
             )
-        sequence.max_outputs = min(sequence.max_outputs, limit - length)
-        needed = self._blocks_for(sequence.max_positions)
+        needed = self._blocks_for(min(limit, prompt_length + max_outputs) - 1)
         if needed > self._pool.num_blocks:
             raise UsageError(
                 f"the request needs {needed} cache blocks, the whole cache has "
                 f"{self._pool.num_blocks}: lower max_tokens or raise --kv-cache-memory"
             )
-        self._waiting.append(sequence)
 
-    def abort(self, sequence: Sequence) -> None:
-        """End a sequence now; its slot and blocks come back with the next plan."""
-        if not sequence.finished:
-            self._finish(sequence, "abort")
+    def finish(
+        self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
+        """End a sequence now, for whatever reason; slot and blocks come back with the next plan."""
+        if sequence.finished:
+            return
+        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        if sequence.slot is None:
+            self._waiting.remove(sequence)
+        else:
+            self._stop_running(sequence)
 
     def plan(self) -> Plan | None:
         """The next plan, or None if the window is full or there is nothing to do."""
-        if len(self._in_flight) >= self._config.window:
+        if len(self._in_flight) >= self.config.window:
             return None
-        admitted = self._admit()
-        self._even_out()
-        microbatch = self._choose_microbatch()
-        decoding = self._groups[microbatch]
-        rows: list[Row] = []
-        sequences: list[Sequence] = []
-        appended: list[BlocksAppended] = []
-        budget = self._config.max_num_batched_tokens
-
-        for sequence in decoding:
-            if sequence.planned_outputs < sequence.max_outputs:
-                self._append_blocks(sequence, 1, appended)
-                rows.append(self._decode_row(sequence, len(rows)))
-                sequences.append(sequence)
-        budget -= len(rows)
-
-        for sequence in list(self._prefilling):
-            if budget <= 0:
-                break
-            count = min(budget, len(sequence.prompt) - sequence.planned_positions)
-            self._append_blocks(sequence, count, appended)
-            rows.append(self._prefill_row(sequence, count, len(rows)))
-            sequences.append(sequence)
-            budget -= count
-            if sequence.prompt_planned:
-                self._prefilling.remove(sequence)
-                self._join_microbatch(sequence, microbatch)
-
-        released = self._release()
-        if not rows and not released:
+        draft = _Draft(self._next_step)
+        self._groups.even_out(self.cost)
+        self._plan_rows(draft)
+        if not draft.rows and not self._releasing:
             return None
+        self._groups.planned(draft.group, draft.decode_rows)
+        self._cache.step_planned()
         plan = Plan(
-            epoch=self._config.epoch,
-            step=self._next_step,
-            microbatch=microbatch,
-            rows=rows,
-            admitted=admitted,
-            appended=appended,
-            released=released,
+            epoch=self.config.epoch,
+            step=draft.step,
+            microbatch=draft.group,
+            rows=draft.rows,
+            admitted=draft.admitted,
+            appended=draft.appended,
+            released=self._release(),
         )
-        self._in_flight.append(_InFlight(plan.step, sequences, [row.yields for row in rows]))
+        yields = [row.yields for row in draft.rows]
+        self._in_flight.append(_InFlight(plan.step, draft.sequences, yields, draft.starts))
         self._next_step += 1
-        self._turn = (microbatch + 1) % self._config.num_microbatches
+        self.newest_work = draft.work
         return plan
 
-    def take_result(self, result: Result) -> list[AcceptedToken]:
+    def take_result(self, result: Result) -> list[Accepted]:
         """Apply the result of the oldest step in flight.
 
         Tokens of sequences that ended meanwhile are dropped here: they reach nobody. Raises
@@ -179,124 +232,208 @@ class Scheduler:
                 f"the result of step {result.step} has {len(result.tokens)} rows, "
                 f"its plan had {len(flight.rows)}"
             )
+        logprobs = {entry.row: entry for entry in result.logprobs}
         accepted = []
-        for sequence, yields, tokens in zip(flight.rows, flight.yields, result.tokens, strict=True):
-            if len(tokens) != (yields is Yield.TOKEN):
+        for row, (sequence, yields, tokens) in enumerate(
+            zip(flight.rows, flight.yields, result.tokens, strict=True)
+        ):
+            if len(tokens) != (yields & Yield.TOKEN):
                 raise PipelineError(
                     f"a row of step {result.step} gave {len(tokens)} tokens against its plan"
                 )
-            if not tokens or sequence.finished:
+            sequence.in_flight -= 1
+            if sequence.finished:
                 continue
-            sequence.outputs.append(tokens[0])
-            accepted.append(AcceptedToken(sequence, tokens[0]))
-            self._check_stop(sequence, tokens[0])
+            own, of_prompt = None, list[TokenLogprobs]()
+            if row in logprobs:
+                own = logprobs[row].sampled
+                of_prompt = self._new_prompt_logprobs(
+                    sequence, flight.starts.get(row, 0), logprobs[row].prompt
+                )
+            if tokens:
+                if sequence.slot is None:
+                    self._waiting.remove(sequence)
+                    sequence.outputs.append(tokens[0])
+                    self._waiting.push(sequence)
+                else:
+                    sequence.outputs.append(tokens[0])
+                    self._cache.token_accepted(sequence)
+                accepted.append(Accepted(sequence, tokens[0], own, of_prompt))
+                self._check_stop(sequence, tokens[0])
+            elif of_prompt:
+                accepted.append(Accepted(sequence, None, None, of_prompt))
         return accepted
 
-    def _blocks_for(self, positions: int) -> int:
-        return -(-positions // self._config.block_size)
+    # What a step carries
 
-    def _admit(self) -> list[Admission]:
-        admitted = []
-        while self._waiting and self._free_slots:
-            sequence = self._waiting[0]
-            needed = self._blocks_for(sequence.max_positions)
-            if not self._pool.reserve(needed):
-                break
-            self._waiting.popleft()
-            sequence.reserved_blocks = needed
-            sequence.slot = self._free_slots.pop()
-            self._prefilling.append(sequence)
-            admitted.append(
-                Admission(
-                    slot=sequence.slot,
-                    prompt=sequence.prompt,
-                    outputs=sequence.outputs,
-                    seed=sequence.seed,
-                    temperature=sequence.params.temperature,
-                )
-            )
-        return admitted
+    def _plan_rows(self, draft: _Draft) -> None:
+        """Fill the draft with rows, if possible with none whose token comes late."""
+        turns = self._groups.turns()
+        if self._prefill_possible:
+            # An empty group's turn is not passed over: a chunk fills it.
+            draft.group = turns[0]
+            self._plan_decode_rows(draft, in_time=True)
+            self._plan_chunks(draft)
+        for in_time in (True, False):
+            for group in turns:
+                if draft.rows:
+                    return
+                draft.group = group
+                self._plan_decode_rows(draft, in_time)
 
-    def _choose_microbatch(self) -> int:
-        """The next group in turn that has a row to run; the turn itself if none has."""
-        count = self._config.num_microbatches
-        for offset in range(count):
-            candidate = (self._turn + offset) % count
-            if any(s.planned_outputs < s.max_outputs for s in self._groups[candidate]):
-                return candidate
-        return self._turn
-
-    def _even_out(self) -> None:
-        """Move sequences over where endings left groups uneven by two or more.
-
-        References keep their tokens right; a moved sequence may hold up one step.
-        """
-        while True:
-            sizes = [len(group) for group in self._groups]
-            largest, smallest = sizes.index(max(sizes)), sizes.index(min(sizes))
-            if sizes[largest] - sizes[smallest] < 2:
-                return
-            sequence = self._groups[largest].pop()
-            sequence.microbatch = smallest
-            self._groups[smallest].append(sequence)
-
-    def _join_microbatch(self, sequence: Sequence, current: int) -> None:
-        """Join the step's own group unless another is smaller: groups stay even."""
-        smallest = min(len(group) for group in self._groups)
-        if len(self._groups[current]) > smallest:
-            current = next(i for i, g in enumerate(self._groups) if len(g) == smallest)
-        sequence.microbatch = current
-        self._groups[current].append(sequence)
-
-    def _append_blocks(
-        self, sequence: Sequence, tokens: int, appended: list[BlocksAppended]
-    ) -> None:
-        missing = self._blocks_for(sequence.planned_positions + tokens) - len(sequence.blocks)
-        if missing > 0:
+    def _plan_decode_rows(self, draft: _Draft, in_time: bool) -> None:
+        """A row for each member of the group that has room; in_time: whose token is no younger
+        than a round of turns, and so will not hold up the others."""
+        newest = draft.step - (self._groups.count if in_time else 0)
+        attended = 0
+        size = self.config.block_size
+        token: int | TokenRef
+        start: int | None
+        for sequence in list(self._groups.members(draft.group)):
+            position = sequence.planned_positions
+            index = position - len(sequence.prompt)
+            if index < len(sequence.outputs):
+                token, start = sequence.outputs[index], position
+            else:
+                assert sequence.newest_sample is not None
+                token, start = sequence.newest_sample, None
+                if token.step > newest or sequence.planned_outputs >= sequence.max_outputs:
+                    continue
+            if sequence.microbatch is None or (
+                position == len(sequence.blocks) * size
+                and not self._append_blocks(draft, sequence, 1)
+            ):
+                # Preempted by an older row of this very step, or to wait until there is room.
+                continue
             assert sequence.slot is not None
-            blocks = self._pool.take(missing)
-            sequence.reserved_blocks -= missing
-            sequence.blocks.extend(blocks)
-            appended.append(BlocksAppended(sequence.slot, blocks))
+            draft.rows.append(Row(sequence.slot, [token], start, Yield.TOKEN))
+            sequence.newest_sample = TokenRef(draft.step, len(draft.rows) - 1)
+            sequence.planned_positions = position + 1
+            sequence.planned_outputs += 1
+            sequence.in_flight += 1
+            draft.sequences.append(sequence)
+            attended += position + 1
+        draft.decode_rows = rows = len(draft.rows)
+        draft.work = StepWork(tokens=rows, attended=attended, sampled=rows)
 
-    def _decode_row(self, sequence: Sequence, row: int) -> Row:
-        assert sequence.slot is not None
-        token = next_input(sequence)
-        start = None if isinstance(token, TokenRef) else sequence.planned_positions
-        sequence.planned_positions += 1
-        sequence.planned_outputs += 1
-        sequence.newest_sample = TokenRef(self._next_step, row)
-        return Row(sequence.slot, [token], start, Yield.TOKEN)
+    @property
+    def _prefill_possible(self) -> bool:
+        """Whether there is prefill that a step could take on."""
+        return bool(self._prefilling) or bool(self._waiting and self._free_slots)
 
-    def _prefill_row(self, sequence: Sequence, count: int, row: int) -> Row:
+    def _plan_chunks(self, draft: _Draft) -> None:
+        """Prefill chunks, as much as the policy allows: of running sequences, then of new ones."""
+        allowance = self._policy.allow(self._situation(draft))
+        for sequence in list(self._prefilling):
+            # Making room for an older one may have preempted it.
+            if sequence in self._prefilling and not self._plan_chunk(draft, sequence, allowance):
+                return
+        postponed = 0
+        while self._free_slots and postponed < len(self._waiting):
+            sequence = self._waiting[postponed]
+            if sequence.in_flight or sequence.slot is not None:
+                # Preempted a moment ago; whoever came later waits behind it.
+                return
+            cached = self._cache.find(sequence)
+            if self._cache.begins_in_this_step(sequence, len(cached)):
+                # In the next step more of its beginning is there for free.
+                postponed += 1
+                continue
+            start = len(cached) * self.config.block_size
+            if not self._has_room_for(sequence, cached):
+                return
+            count = allowance.take(start, sequence.length - start)
+            if count == 0:
+                return
+            self._admit(draft, sequence, cached)
+            self._add_chunk(draft, sequence, count)
+
+    def _situation(self, draft: _Draft) -> Situation:
+        groups = total_work(self._groups.work(n) for n in range(self._groups.count))
+        running = [
+            StepWork(s.prefill_left, chunk_attended(s.planned_positions, s.prefill_left), 1)
+            for s in self._prefilling
+        ]
+        return Situation(
+            decode=draft.work,
+            mean_decode=StepWork(*(part // self._groups.count for part in groups)),
+            pending=total_work([*running, self._waiting.work]),
+            num_microbatches=self._groups.count,
+            free_fraction=self._pool.free / self._pool.num_blocks,
+            cost=self.cost,
+            max_tokens=self.config.max_num_batched_tokens,
+        )
+
+    def _plan_chunk(self, draft: _Draft, sequence: Sequence, allowance: StepAllowance) -> bool:
+        """A further chunk of a sequence that is being prefilled; False if there was no room."""
+        start = sequence.planned_positions
+        room = (len(sequence.blocks) + self._pool.free) * self.config.block_size - start
+        if room == 0:
+            self._make_room(sequence)
+            return False
+        count = allowance.take(start, min(room, sequence.prefill_left))
+        if count == 0:
+            return False
+        self._add_chunk(draft, sequence, count)
+        return True
+
+    def _add_chunk(self, draft: _Draft, sequence: Sequence, count: int) -> None:
         assert sequence.slot is not None
         start = sequence.planned_positions
-        inputs: list[int | TokenRef] = list(sequence.prompt[start : start + count])
-        sequence.planned_positions += count
-        if not sequence.prompt_planned:
-            return Row(sequence.slot, inputs, start, Yield.NOTHING)
-        sequence.planned_outputs += 1
-        sequence.newest_sample = TokenRef(self._next_step, row)
-        return Row(sequence.slot, inputs, start, Yield.TOKEN)
+        end = start + count
+        self._append_blocks(draft, sequence, count)
+        yields = Yield.NOTHING
+        if end == len(sequence.known):
+            yields |= Yield.TOKEN
+            sequence.planned_outputs += 1
+            sequence.newest_sample = TokenRef(draft.step, len(draft.rows))
+        if sequence.wants_prompt_logprobs and start < len(sequence.prompt) - 1:
+            yields |= Yield.PROMPT_LOGPROBS
+            draft.starts[len(draft.rows)] = start
+        inputs: list[int | TokenRef] = list(sequence.known[start:end])
+        draft.rows.append(Row(sequence.slot, inputs, start, yields))
+        draft.sequences.append(sequence)
+        sequence.planned_positions = end
+        sequence.in_flight += 1
+        sampled = int(end == len(sequence.known))
+        draft.work = total_work(
+            [draft.work, StepWork(count, chunk_attended(start, count), sampled)]
+        )
+        self._cache.chunk_planned(sequence)
+        if sampled:
+            self._prefilling.remove(sequence)
+            self._groups.join(sequence, draft.group)
 
-    def _check_stop(self, sequence: Sequence, token: int) -> None:
-        params = sequence.params
-        if (token in self._config.eos_token_ids and not params.ignore_eos) or (
-            token in params.stop_token_ids
-        ):
-            self._finish(sequence, "stop")
-        elif len(sequence.outputs) >= sequence.max_outputs:
-            self._finish(sequence, "length")
+    # Who runs
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        sequence.finish_reason = reason
-        if sequence.slot is None:
-            self._waiting.remove(sequence)
-            return
+    def _admit(self, draft: _Draft, sequence: Sequence, cached: list[int]) -> None:
+        self._waiting.remove(sequence)
+        self._pool.share(cached)
+        slot = self._free_slots.pop()
+        computed = len(cached) * self.config.block_size
+        sequence.slot = slot
+        sequence.known = sequence.prompt + sequence.outputs
+        sequence.blocks = list(cached)
+        sequence.published = len(cached)
+        sequence.planned_positions = computed
+        sequence.planned_outputs = len(sequence.outputs)
+        sequence.newest_sample = None
+        if sequence.admitted_at is None:
+            sequence.admitted_at = self._clock()
+            sequence.cached_tokens = computed
+        insort(self._prefilling, sequence, key=by_rank)
+        draft.admitted.append(
+            Admission(slot, sequence.prompt, list(sequence.outputs), computed, sequence.sampling)
+        )
+        if cached:
+            draft.appended.append(BlocksAppended(slot, cached))
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        """Take a sequence out of the running; the next plan to be sent gives back what it holds."""
         if sequence.microbatch is None:
             self._prefilling.remove(sequence)
         else:
-            self._groups[sequence.microbatch].remove(sequence)
+            self._groups.leave(sequence)
         self._releasing.append(sequence)
 
     def _release(self) -> list[int]:
@@ -306,7 +443,62 @@ class Scheduler:
             assert sequence.slot is not None
             released.append(sequence.slot)
             self._free_slots.append(sequence.slot)
-            self._pool.give_back(sequence.blocks, sequence.reserved_blocks)
-            sequence.slot, sequence.blocks, sequence.reserved_blocks = None, [], 0
+            self._pool.give_back(sequence.blocks)
+            sequence.slot, sequence.blocks = None, []
         self._releasing.clear()
         return released
+
+    # Blocks
+
+    def _blocks_for(self, positions: int) -> int:
+        return -(-positions // self.config.block_size)
+
+    def _append_blocks(self, draft: _Draft, sequence: Sequence, tokens: int) -> bool:
+        """Blocks for the next tokens; False, with room on the way, if there are not enough."""
+        missing = self._blocks_for(sequence.planned_positions + tokens) - len(sequence.blocks)
+        if missing > self._pool.free:
+            self._make_room(sequence)
+            return False
+        if missing > 0:
+            assert sequence.slot is not None
+            blocks = self._pool.take(missing)
+            sequence.blocks.extend(blocks)
+            draft.appended.append(BlocksAppended(sequence.slot, blocks))
+        return True
+
+    def _make_room(self, sequence: Sequence) -> None:
+        """Preempt the newest sequence, unless that is this one, which then waits its turn."""
+        running = [*self._prefilling, *self._groups.all()]
+        newest = max(running, key=by_rank)
+        if newest is not sequence and not self._releasing:
+            self._stop_running(newest)
+            self._waiting.push(newest)
+            self.preemptions += 1
+
+    def _has_room_for(self, sequence: Sequence, cached: list[int]) -> bool:
+        """Whether its whole prefill fits, with what others still need for theirs and a block for
+        each row that decodes: admitting a sequence is not to preempt it soon after."""
+        promised = sum(self._blocks_for(len(s.known)) - len(s.blocks) for s in self._prefilling)
+        needed = self._blocks_for(sequence.length) - len(cached)
+        return needed + promised + self._groups.decoding <= self._pool.free_after_sharing(cached)
+
+    # Results
+
+    def _new_prompt_logprobs(
+        self, sequence: Sequence, start: int, entries: list[TokenLogprobs]
+    ) -> list[TokenLogprobs]:
+        """Those not had before a preemption. entries: of prompt tokens start + 1 and on."""
+        new = entries[max(0, sequence.prompt_logprobs - start) :]
+        sequence.prompt_logprobs += len(new)
+        return new
+
+    def _check_stop(self, sequence: Sequence, token: int) -> None:
+        params = sequence.params
+        count = len(sequence.outputs)
+        if count >= params.min_tokens:
+            if token in self.config.eos_token_ids and not params.ignore_eos:
+                self.finish(sequence, "stop")
+            elif token in params.stop_token_ids:
+                self.finish(sequence, "stop", token)
+        if count >= sequence.max_outputs:
+            self.finish(sequence, "length")

@@ -4,9 +4,6 @@ from pathlib import Path
 
 from headrace.errors import StartError
 
-# Of what is free once the weights are loaded; the rest is for activations and everybody else.
-_SHARE_OF_FREE = 0.5
-
 
 def free_memory() -> int:
     """Bytes that this machine still has, and every control group that this process is in."""
@@ -43,17 +40,21 @@ def choose_num_blocks(
     max_model_len: int,
     max_num_seqs: int,
     per_stage_limit: int | None,
+    share_of_free: float,
 ) -> int:
     """Blocks that every stage of this machine can hold.
 
-    bytes_per_block: one number per stage. per_stage_limit: --kv-cache-memory in bytes, None for a
-    share of the free memory. Raises StartError if not even one sequence of max_model_len fits.
+    bytes_per_block: one number per stage. per_stage_limit: --kv-cache-memory in bytes, None for
+    share_of_free of the free memory for all stages together (--gpu-memory-utilization); the rest
+    is for activations and everybody else. Raises StartError if not even one sequence of
+    max_model_len fits.
     """
     needed = -(-max_model_len // block_size)
     free = free_memory()
     if per_stage_limit is None:
-        fitting = int(free * _SHARE_OF_FREE) // sum(bytes_per_block)
-        limit = f"{_gib(int(free * _SHARE_OF_FREE))} of the {_gib(free)} that are free"
+        usable = int(free * share_of_free)
+        fitting = usable // sum(bytes_per_block)
+        limit = f"{_gib(usable)} of the {_gib(free)} that are free"
     else:
         fitting = per_stage_limit // max(bytes_per_block)
         limit = f"--kv-cache-memory {_gib(per_stage_limit)} a stage"
@@ -67,7 +68,7 @@ def choose_num_blocks(
         raise StartError(
             f"not enough memory for the cache: one sequence of --max-model-len {max_model_len} "
             f"takes {_gib(needed * wanted)}, there is {limit}: lower --max-model-len or raise "
-            "--kv-cache-memory"
+            f"{'--gpu-memory-utilization' if per_stage_limit is None else '--kv-cache-memory'}"
         )
     return min(fitting, needed * max_num_seqs)
 

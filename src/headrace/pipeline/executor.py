@@ -1,6 +1,8 @@
 """A stage's model with its per-slot state: turns plans into batches and runs them."""
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,9 +11,11 @@ import torch
 
 from headrace.kernels.attention import AttentionBatch
 from headrace.pipeline.stage_loop import PlanOrderError
+from headrace.protocol.messages import RowLogprobs, TokenLogprobs
 from headrace.protocol.model_config import ModelConfig
 from headrace.protocol.plan import Admission, Plan, Yield
-from headrace.sampling.sampler import SlotSampling, sample
+from headrace.sampling.sampler import sample, token_logprobs
+from headrace.sampling.slot import SlotSampling
 
 
 class StageModel(Protocol):
@@ -40,12 +44,20 @@ class StageModel(Protocol):
         """Activations [rows, hidden] to scores [rows, vocab]."""
 
 
+# Positions whose logits over the whole vocabulary are held at a time, for prompt logprobs.
+_PROMPT_LOGPROBS_AT_ONCE = 128
+
+
 @dataclass
 class _Slot:
-    """A running sequence on this stage. next_position: the first position not computed yet."""
+    """A running sequence on this stage. next_position: the first position not computed yet.
 
-    sampling: SlotSampling
-    next_position: int = 0
+    sampling is there on the last stage only.
+    """
+
+    admission: Admission
+    sampling: SlotSampling | None
+    next_position: int
     num_blocks: int = 0
 
 
@@ -85,22 +97,35 @@ class ModelExecutor:
             slot.num_blocks = end
 
     def forward(self, plan: Plan, inputs: torch.Tensor) -> torch.Tensor:
-        """Run the stage's layers; on the last stage also the head, on rows that sample."""
-        batch = self._batch(plan)
-        activations = self.model.forward(inputs, batch, self._caches)
-        ends = [
-            end - 1
-            for row, end in zip(plan.rows, np.cumsum(batch.query_lens).tolist(), strict=True)
-            if row.yields is Yield.TOKEN
+        """Run the stage's layers: activations [tokens, hidden]."""
+        return self.model.forward(inputs, self._batch(plan), self._caches)
+
+    def logits(self, plan: Plan, activations: torch.Tensor) -> torch.Tensor:
+        """Scores [sampling rows, vocab], each after its row's last token."""
+        ends = itertools.accumulate(len(row.inputs) for row in plan.rows)
+        last = [
+            end - 1 for row, end in zip(plan.rows, ends, strict=True) if row.yields & Yield.TOKEN
         ]
-        if not self.model.samples or not ends:
-            return activations
-        return self.model.logits(activations[ends])
+        return self.model.logits(activations[last])
 
     def sample(self, plan: Plan, logits: torch.Tensor) -> torch.Tensor:
-        """Tokens of the yielding rows, int64 [yielding rows]."""
-        yielding = [self._slot(row.slot) for row in plan.rows if row.yields is Yield.TOKEN]
-        return sample(logits, [slot.sampling for slot in yielding])
+        """Tokens of the sampling rows, int64 [sampling rows]."""
+        return sample(logits, [sampling for _, sampling in self._sampling_rows(plan)])
+
+    def logprobs(
+        self,
+        plan: Plan,
+        activations: torch.Tensor,
+        logits: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+    ) -> list[RowLogprobs]:
+        """What rows report besides their tokens, in row order."""
+        sampled = {} if logits is None or tokens is None else self._sampled(plan, logits, tokens)
+        prompts = self._prompt_logprobs(plan, activations)
+        return [
+            RowLogprobs(row, sampled.get(row), prompts.get(row, []))
+            for row in sorted(sampled.keys() | prompts.keys())
+        ]
 
     def end(self, plan: Plan) -> None:
         """Apply the plan's releases."""
@@ -117,9 +142,56 @@ class ModelExecutor:
     def _admit(self, admission: Admission) -> None:
         if admission.slot in self._slots:
             raise PlanOrderError(f"slot {admission.slot} is given out while it is taken")
-        self._slots[admission.slot] = _Slot(
-            SlotSampling(admission.seed, admission.temperature, len(admission.outputs))
-        )
+        # A new object, so that nothing of the slot's former sequence can remain.
+        sampling = None
+        if self.model.samples:
+            sampling = SlotSampling(admission, self.model.config.vocab_size)
+        self._slots[admission.slot] = _Slot(admission, sampling, admission.computed)
+
+    def _sampling_rows(self, plan: Plan) -> Iterator[tuple[int, SlotSampling]]:
+        """The rows that sample, by number."""
+        for number, row in enumerate(plan.rows):
+            if row.yields & Yield.TOKEN:
+                sampling = self._slot(row.slot).sampling
+                assert sampling is not None
+                yield number, sampling
+
+    def _sampled(
+        self, plan: Plan, logits: torch.Tensor, tokens: torch.Tensor
+    ) -> dict[int, TokenLogprobs]:
+        """By row, the report on its sampled token, where one was asked for."""
+        wanted = [
+            (place, row, count)
+            for place, (row, _) in enumerate(self._sampling_rows(plan))
+            if (count := self._slot(plan.rows[row].slot).admission.sampling.logprobs) is not None
+        ]
+        if not wanted:
+            return {}
+        places = [place for place, _, _ in wanted]
+        reports = token_logprobs(logits[places], tokens[places], [count for *_, count in wanted])
+        return {row: report for (_, row, _), report in zip(wanted, reports, strict=True)}
+
+    def _prompt_logprobs(
+        self, plan: Plan, activations: torch.Tensor
+    ) -> dict[int, list[TokenLogprobs]]:
+        """By row, the reports on the prompt tokens that follow the row's own."""
+        found: dict[int, list[TokenLogprobs]] = {}
+        first = 0
+        for number, row in enumerate(plan.rows):
+            if row.yields & Yield.PROMPT_LOGPROBS:
+                admission = self._slot(row.slot).admission
+                assert row.start is not None
+                targets = admission.prompt[row.start + 1 : row.start + 1 + len(row.inputs)]
+                count = admission.sampling.prompt_logprobs
+                assert count is not None
+                found[number] = []
+                for begin in range(0, len(targets), _PROMPT_LOGPROBS_AT_ONCE):
+                    some = targets[begin : begin + _PROMPT_LOGPROBS_AT_ONCE]
+                    at = first + begin
+                    logits = self.model.logits(activations[at : at + len(some)])
+                    found[number] += token_logprobs(logits, some, [count] * len(some))
+            first += len(row.inputs)
+        return found
 
     def _slot(self, number: int) -> _Slot:
         slot = self._slots.get(number)

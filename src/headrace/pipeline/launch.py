@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import shutil
 import signal
@@ -60,6 +61,10 @@ class StageProcesses:
         self._folder = Path(tempfile.mkdtemp(prefix="headrace-"))
         self._context = zmq.Context()
         self._poller = zmq.Poller()
+        # A file object: once closed, its number cannot be mistaken for another file's.
+        self._wake = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK), "r+")
+        self._poller.register(self._wake.fileno(), zmq.POLLIN)
+        self._woken = False
         self._stages: list[_Stage] = []
         self._epoch = configs[0].epoch
         try:
@@ -84,7 +89,7 @@ class StageProcesses:
         self._send_all(plan)
 
     def receive(self, timeout_s: float) -> list[Result | Report]:
-        """Messages of this epoch that arrived, waiting up to timeout_s for the first.
+        """Messages of this epoch that arrived, waiting up to timeout_s for the first or a wake().
 
         Raises PipelineError naming the stage if one failed or died.
         """
@@ -95,6 +100,11 @@ class StageProcesses:
             if message.epoch == self._epoch:
                 messages.append(message)
         return messages
+
+    def wake(self) -> None:
+        """Make a receive() that waits in another thread return; the next one, if none does."""
+        with contextlib.suppress(ValueError):
+            self._wake.write((1).to_bytes(8, sys.byteorder))
 
     def close(self, drain: bool) -> None:
         """End all stages. drain: let them finish the plans they hold; else at once.
@@ -115,6 +125,7 @@ class StageProcesses:
                 stage.process.wait()
                 if stage.process.stdin is not None:
                     stage.process.stdin.close()
+            self._wake.close()
             self._context.destroy(linger=0)
             shutil.rmtree(self._folder, ignore_errors=True)
             self._stages.clear()
@@ -174,12 +185,17 @@ class StageProcesses:
             messages = self._read(wait_s)
             if dead or any(isinstance(message, Failure) for message in messages):
                 raise self._fault([m for m in messages if isinstance(m, Failure)])
-            if messages or time.monotonic() >= deadline:
+            if messages or self._woken or time.monotonic() >= deadline:
+                self._woken = False
                 return messages
 
     def _read(self, wait_s: float) -> list[FromStage]:
         messages: list[FromStage] = []
         for endpoint, _ in self._poller.poll(int(wait_s * 1000)):
+            if endpoint == self._wake.fileno():
+                self._wake.read(8)
+                self._woken = True
+                continue
             while endpoint.poll(0):
                 try:
                     messages.append(codec.decode_from_stage(endpoint.recv()))

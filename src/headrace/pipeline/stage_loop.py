@@ -24,7 +24,7 @@ from headrace.pipeline.effects import (
 )
 from headrace.pipeline.feedback import FeedbackRing, encode_feedback
 from headrace.pipeline.ledger import Channel, Tensors
-from headrace.protocol.messages import Result
+from headrace.protocol.messages import Result, RowLogprobs
 from headrace.protocol.plan import Plan, Yield, referenced_steps, samples, token_count
 
 
@@ -39,11 +39,23 @@ class Executor(Protocol):
     def forward(self, plan: Plan, inputs: torch.Tensor) -> torch.Tensor:
         """Run the rows. inputs: ids int64 [tokens] on the first stage, else activations.
 
-        Returns activations [tokens, hidden], or on the last stage logits [yielding rows, vocab].
+        Returns activations [tokens, hidden].
         """
 
+    def logits(self, plan: Plan, activations: torch.Tensor) -> torch.Tensor:
+        """On the last stage: scores [sampling rows, vocab] of the rows that sample."""
+
     def sample(self, plan: Plan, logits: torch.Tensor) -> torch.Tensor:
-        """Tokens of the yielding rows in row order, int64 [yielding rows]."""
+        """Tokens of the rows that sample, in row order, int64 [sampling rows]."""
+
+    def logprobs(
+        self,
+        plan: Plan,
+        activations: torch.Tensor,
+        logits: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+    ) -> list[RowLogprobs]:
+        """What rows report besides their tokens; logits and tokens are None if no row samples."""
 
     def end(self, plan: Plan) -> None:
         """Apply the plan's releases."""
@@ -148,25 +160,40 @@ class _Stage:
         """One step of this stage."""
         role, executor = self._role, self._executor
         executor.begin(plan)
-        tokens: list[list[int]] = [[] for _ in plan.rows]
+        tokens: list[list[int]] = []
+        logprobs: list[RowLogprobs] = []
         if plan.rows:
             inputs = yield from self._inputs(plan)
             output = yield Compute("forward", plan.step, lambda: executor.forward(plan, inputs))
-            if not role.last:
+            if role.last:
+                tokens, logprobs = yield from self._sample(plan, output)
+            else:
                 yield from self._send(role.activations_out, plan.step, output)
-            elif samples(plan):
-                sampled = yield Compute("sample", plan.step, lambda: executor.sample(plan, output))
-                yielding = [i for i, row in enumerate(plan.rows) if row.yields is Yield.TOKEN]
-                feedback = encode_feedback(sampled, yielding, len(plan.rows))
-                yield from self._feed_back(plan.step, feedback)
-                for row, token in zip(yielding, sampled.tolist(), strict=True):
-                    tokens[row] = [token]
             if role.first and role.blocking_feedback:
                 yield from self._complete_feedback(plan.step)
         executor.end(plan)
         if role.last:
-            yield EmitResult(Result(role.epoch, plan.step, tokens))
+            yield EmitResult(Result(role.epoch, plan.step, tokens, logprobs))
         yield StepDone(plan.step)
+
+    def _sample(
+        self, plan: Plan, activations: torch.Tensor
+    ) -> Generator[Effect, Any, tuple[list[list[int]], list[RowLogprobs]]]:
+        """Each row's tokens and reports. The feedback goes first: somebody waits for it."""
+        executor = self._executor
+        rows: list[list[int]] = [[] for _ in plan.rows]
+        logits = tokens = None
+        if samples(plan):
+            logits = yield Compute("forward", plan.step, lambda: executor.logits(plan, activations))
+            tokens = yield Compute("sample", plan.step, lambda: executor.sample(plan, logits))
+            sampling = [n for n, row in enumerate(plan.rows) if row.yields & Yield.TOKEN]
+            yield from self._feed_back(plan.step, encode_feedback(tokens, sampling, len(plan.rows)))
+            for row, token in zip(sampling, tokens.tolist(), strict=True):
+                rows[row] = [token]
+        logprobs = yield Compute(
+            "sample", plan.step, lambda: executor.logprobs(plan, activations, logits, tokens)
+        )
+        return rows, logprobs
 
     def drain(self) -> Generator[Effect, Any, None]:
         """Complete everything that nobody waited for."""

@@ -69,12 +69,36 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     stage: int
 
 
+class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Log-probabilities at one position, of the model's own distribution (natural logarithm).
+
+    ids: the token that is there, then the likeliest tokens, best first (it may be among them).
+    logprobs: theirs, in the same order. rank: the token's own place among all, from 1.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+class RowLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """What a row reports besides its token. sampled: of that token. prompt: of prompt tokens."""
+
+    row: int
+    sampled: TokenLogprobs | None
+    prompt: list[TokenLogprobs]
+
+
 class Result(msgspec.Struct, tag="result", array_like=True, frozen=True):
-    """Last stage to engine: the tokens that each row of the step sampled (none or one each)."""
+    """Last stage to engine: the tokens that each row of the step sampled (none or one each).
+
+    logprobs: one entry for each row that was asked for some, in row order.
+    """
 
     epoch: int
     step: int
     tokens: list[list[int]]
+    logprobs: list[RowLogprobs]
 
 
 class Report(msgspec.Struct, tag="report", array_like=True, frozen=True):

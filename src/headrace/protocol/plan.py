@@ -12,11 +12,16 @@ class TokenRef(msgspec.Struct, array_like=True, frozen=True, gc=False):
     row: int
 
 
-class Yield(enum.IntEnum):
-    """What a row gives back besides its place in the KV cache."""
+class Yield(enum.IntFlag):
+    """What a row gives back besides its place in the KV cache.
+
+    TOKEN: one sampled after its last input. PROMPT_LOGPROBS: log-probabilities of the prompt token
+    that follows each of its inputs, where one does.
+    """
 
     NOTHING = 0
     TOKEN = 1
+    PROMPT_LOGPROBS = 2
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True):
@@ -32,18 +37,44 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
     yields: Yield
 
 
+class Sampling(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """What the last stage needs to choose a sequence's tokens, worked out by the engine.
+
+    Meanings are those of SamplingParams; top_k is 0 for none. bad_words: token sequences of which
+    no output may contain one. end_tokens: those that may not come before min_tokens outputs.
+    logprobs, prompt_logprobs: how many of the likeliest tokens to report besides the token itself,
+    -1 for the whole vocabulary, None for no report.
+    """
+
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    bad_words: list[list[int]] = []
+    min_tokens: int = 0
+    end_tokens: list[int] = []
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
 class Admission(msgspec.Struct, array_like=True, frozen=True):
     """A sequence takes a slot, from this step on.
 
     prompt and outputs are its tokens so far (outputs: after a preemption); the next token it
-    samples has the index len(outputs), which with `seed` fixes its random number.
+    samples has the index len(outputs), which with the seed fixes its random number. computed: how
+    many positions the blocks appended in this plan hold already (prefix cache).
     """
 
     slot: int
     prompt: list[int]
     outputs: list[int]
-    seed: int
-    temperature: float
+    computed: int
+    sampling: Sampling
 
 
 class BlocksAppended(msgspec.Struct, array_like=True, frozen=True):
@@ -76,7 +107,7 @@ def token_count(plan: Plan) -> int:
 
 def samples(plan: Plan) -> bool:
     """Whether the step has token feedback: some row yields a token."""
-    return any(row.yields is Yield.TOKEN for row in plan.rows)
+    return any(row.yields & Yield.TOKEN for row in plan.rows)
 
 
 def referenced_steps(plan: Plan) -> list[int]:

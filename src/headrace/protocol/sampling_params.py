@@ -1,12 +1,22 @@
-"""What a client may ask of the choice of tokens."""
+"""What a client may ask of the choice of tokens, and what of it goes to the last stage."""
 
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
 from headrace.errors import UsageError
+from headrace.protocol.plan import Sampling
 
 MAX_SEED = 2**63 - 1
+# As many completions of one prompt as vLLM allows by default (its VLLM_MAX_N_SEQUENCES).
+_MAX_N = 16384
+# No context and no vocabulary is longer.
+_MAX_COUNT = 2**31 - 1
+# Below this temperature vLLM takes the likeliest token.
+_GREEDY_BELOW = 1e-5
+_LISTS = ("stop", "stop_token_ids", "bad_words")
 
 
 def check_type(name: str, value: object, kind: Any) -> None:
@@ -19,34 +29,174 @@ def check_type(name: str, value: object, kind: Any) -> None:
         raise UsageError(f"{name} {value!r}: {reason}") from None
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the tokens of one request are chosen, with vLLM's names and meanings.
+class _KnownNames(msgspec.StructMeta):
+    """Makes an unknown name a UsageError; a Struct by itself raises TypeError."""
 
-    temperature: 0 takes the likeliest token, above 0 draws from softmax(logits / temperature).
-    max_tokens: at most so many output tokens.
-    seed: fixes the random numbers of this request; None derives one from the engine's seed.
-    stop_token_ids: output tokens that end the sequence, besides the model's end-of-text tokens.
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        known = cls.__struct_fields__
+        for name in fields:
+            if name not in known:
+                raise UsageError(
+                    f"{cls.__name__} has no field {name}: it takes {', '.join(sorted(known))}"
+                )
+        return super().__call__(*args, **fields)
+
+
+class SamplingParams(msgspec.Struct, metaclass=_KnownNames, frozen=True, kw_only=True):
+    """How the tokens of one request are chosen, with vLLM's names, meanings and ranges.
+
+    n: completions of the prompt, each with random numbers of its own.
+    temperature: 0 (below 0.00001) takes the likeliest token, above 0 draws from
+        softmax(logits / temperature).
+    min_p: leave out tokens less likely than min_p times the likeliest one; 0 leaves out none.
+    top_k: leave out all but the top_k likeliest tokens; 0 or -1 leaves out none.
+    top_p: of what min_p and top_k left, take the fewest likeliest tokens whose probabilities sum
+        up to top_p.
+    repetition_penalty: divides positive logits of tokens that are in the prompt or the output, and
+        multiplies negative ones. frequency_penalty: taken off a token's logit for each time it is
+        in the output. presence_penalty: taken off once if it is there at all.
+    logit_bias: what to add to the logits of some token ids.
+    bad_words: texts that must not come about in the output.
+    seed: fixes the random numbers of this request; None or -1 derives one from the engine's seed.
+    max_tokens: at most so many output tokens; None for as many as the model has room for.
+    min_tokens: no end-of-text token and none of stop_token_ids before so many output tokens.
+    stop: text or texts that end the output. include_stop_str_in_output: leave them at its end.
+    stop_token_ids: output tokens that end it, besides the model's end-of-text tokens.
     ignore_eos: go on after an end-of-text token.
+    logprobs, prompt_logprobs: for each output or prompt token, report the log-probabilities of so
+        many of the likeliest tokens and of the token itself; -1 for the whole vocabulary.
 
+    stop, stop_token_ids and bad_words may be given as None or as lists, and become tuples.
     Raises UsageError (a ValueError) that names field, value and range.
     """
 
+    n: int = 1
     temperature: float = 1.0
-    max_tokens: int = 16
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    bad_words: Sequence[str] = ()
     seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        for name in _LISTS:
+            if getattr(self, name) is None:
+                msgspec.structs.force_setattr(self, name, ())
         # msgspec checks types when it decodes, not when Python code builds the object.
         for field in msgspec.structs.fields(type(self)):
             check_type(field.name, getattr(self, field.name), field.type)
-        if not 0.0 <= self.temperature <= 100.0:
-            raise UsageError(f"temperature must be from 0 to 100, not {self.temperature}")
-        if self.max_tokens < 1:
-            raise UsageError(f"max_tokens must be at least 1, not {self.max_tokens}")
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise UsageError(f"seed must be from 0 to {MAX_SEED}, not {self.seed}")
+        # The caller may change its own lists later.
+        for name in _LISTS:
+            msgspec.structs.force_setattr(self, name, tuple(getattr(self, name)))
+        if self.logit_bias is not None:
+            msgspec.structs.force_setattr(self, "logit_bias", dict(self.logit_bias))
+        if self.seed == -1:
+            msgspec.structs.force_setattr(self, "seed", None)
+        self._check_choice()
+        self._check_ends()
+        self._check_lists()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken, without any random number."""
+        return self.temperature < _GREEDY_BELOW
+
+    def _check_choice(self) -> None:
+        _check_range("temperature", self.temperature, 0, 2)
+        _check_range("n", self.n, 1, _MAX_N)
+        if self.greedy and self.n > 1:
+            raise UsageError(
+                f"n must be 1 when using greedy sampling (temperature {self.temperature:g}), "
+                f"not {self.n}: all would be the same"
+            )
+        if not 0.0 < self.top_p <= 1.0:
+            raise UsageError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        _check_range("top_k", self.top_k, -1, _MAX_COUNT)
+        _check_range("min_p", self.min_p, 0, 1)
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
+            raise UsageError(
+                f"repetition_penalty must be finite and above 0, not {self.repetition_penalty}"
+            )
+        _check_range("presence_penalty", self.presence_penalty, -2, 2)
+        _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        if self.seed is not None:
+            _check_range("seed", self.seed, 0, MAX_SEED, also="or -1 for none")
+
+    def _check_ends(self) -> None:
+        if self.max_tokens is not None:
+            _check_range("max_tokens", self.max_tokens, 1, _MAX_COUNT)
+        most = _MAX_COUNT if self.max_tokens is None else self.max_tokens
+        also = "" if self.max_tokens is None else "(max_tokens)"
+        _check_range("min_tokens", self.min_tokens, 0, most, also)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_range(name, value, -1, _MAX_COUNT)
+
+    def _check_lists(self) -> None:
         for token in self.stop_token_ids:
-            if token < 0:
-                raise UsageError(f"stop_token_ids must not be negative, found {token}")
+            _check_range("stop_token_ids: each", token, 0, _MAX_COUNT)
+        for name in ("stop", "bad_words"):
+            if "" in getattr(self, name):
+                raise UsageError(f"{name} {getattr(self, name)!r}: no text in it may be empty")
+        for token, bias in (self.logit_bias or {}).items():
+            _check_range("logit_bias: each token id", token, 0, _MAX_COUNT)
+            _check_range(f"logit_bias: the value of token {token}", bias, -100, 100)
+
+
+def resolve(
+    params: SamplingParams,
+    *,
+    seed: int,
+    eos_token_ids: Iterable[int],
+    bad_words: list[list[int]],
+) -> Sampling:
+    """What the last stage is told of params.
+
+    seed: of this sequence; params.seed is not looked at. bad_words: the token sequences that
+    spell params.bad_words. Raises UsageError if one of them has no token.
+    """
+    if [] in bad_words:
+        raise UsageError(f"bad_words {list(params.bad_words)!r}: one of them has no token")
+    ends: set[int] = set()
+    if params.min_tokens > 0:
+        ends.update(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends.update(eos_token_ids)
+    return Sampling(
+        seed=seed,
+        temperature=0.0 if params.greedy else params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias or {}),
+        bad_words=bad_words,
+        min_tokens=params.min_tokens,
+        end_tokens=sorted(ends),
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+    )
+
+
+def _check_range(name: str, value: float, low: float, high: float, also: str = "") -> None:
+    """Written so that a NaN is outside."""
+    if not low <= value <= high:
+        bounds = f"from {low} to {high} {also}".rstrip()
+        raise UsageError(f"{name} must be {bounds}, not {value}")

@@ -1,33 +1,40 @@
-"""Choosing tokens from logits, with random numbers that depend on seed and token index alone."""
+"""From logits to tokens, with random numbers that depend on seed and token index alone.
 
-from dataclasses import dataclass
+On a CPU a row's token is the same, bit for bit, alone or in any batch: every operation works on
+elements, or along a row from its first element to its last, so that no sum depends on the batch's
+shape or on the number of threads.
+"""
 
 import numpy as np
 import torch
 
+from headrace.protocol.messages import TokenLogprobs
+from headrace.sampling.filters import leave_out
+from headrace.sampling.slot import SlotSampling
 
-@dataclass
-class SlotSampling:
-    """What the last stage knows of a slot: its settings, and the index of its next token."""
-
-    seed: int
-    temperature: float
-    next_index: int
+# Rows that are worked on together: few enough that what they need in between stays in the cache.
+_ROWS_AT_ONCE = 16
 
 
 def sample(logits: torch.Tensor, slots: list[SlotSampling]) -> torch.Tensor:
-    """One token per row, int64 [R]; advances each slot's index.
+    """One token per row, int64 [R]; each slot takes note of its own.
 
-    logits: [R, vocab] of any float dtype; row r belongs to slots[r].
+    logits: [R, vocab] of any float dtype, left as they are; row r belongs to slots[r]. A row
+    without any possible token (all -inf) gives token 0.
     """
-    tokens = logits.argmax(dim=-1)
-    drawing = [row for row, slot in enumerate(slots) if slot.temperature > 0]
-    if drawing:
-        uniforms = [uniform(slots[row].seed, slots[row].next_index) for row in drawing]
-        temperatures = [slots[row].temperature for row in drawing]
-        tokens[drawing] = _draw(logits[drawing], temperatures, uniforms)
-    for slot in slots:
-        slot.next_index += 1
+    tokens = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
+    greedy = [row for row, slot in enumerate(slots) if slot.greedy]
+    if greedy:
+        taken = adjusted_logits(_rows(logits, greedy), [slots[row] for row in greedy])
+        tokens[greedy] = taken.argmax(dim=-1)
+    drawing = [row for row, slot in enumerate(slots) if not slot.greedy]
+    for start in range(0, len(drawing), _ROWS_AT_ONCE):
+        rows = drawing[start : start + _ROWS_AT_ONCE]
+        drawers = [slots[row] for row in rows]
+        weights = draw_weights(_rows(logits, rows), drawers)
+        tokens[rows] = _draw(weights, [uniform(slot.seed, slot.next_index) for slot in drawers])
+    for slot, token in zip(slots, tokens.tolist(), strict=True):
+        slot.record(token)
     return tokens
 
 
@@ -41,13 +48,99 @@ def uniform(seed: int, index: int) -> float:
     return (bits >> 11) * 2.0**-53
 
 
-def _draw(logits: torch.Tensor, temperatures: list[float], uniforms: list[float]) -> torch.Tensor:
-    """Invert the cumulative distribution of softmax(logits / temperature) at each uniform."""
-    scale = torch.tensor(temperatures, dtype=torch.float64, device=logits.device)[:, None]
-    # Subtracting the maximum first keeps a tiny temperature from overflowing.
-    wide = logits.double()
-    weights = torch.exp((wide - wide.amax(dim=-1, keepdim=True)) / scale)
-    cumulative = weights.cumsum(dim=-1)
-    points = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None]
-    chosen = torch.searchsorted(cumulative, points * cumulative[:, -1:], right=True)
-    return chosen.squeeze(-1).clamp_(max=logits.shape[-1] - 1)
+def adjusted_logits(logits: torch.Tensor, slots: list[SlotSampling]) -> torch.Tensor:
+    """Logits [R, vocab] in float32 (or wider) after bad words, min_tokens, bias and penalties.
+
+    The very same tensor if there is nothing to change.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    adjusting = [row for row, slot in enumerate(slots) if slot.adjusts]
+    if adjusting and wide is logits:
+        wide = logits.clone()
+    for row in adjusting:
+        slots[row].adjust(wide[row])
+    return wide
+
+
+def draw_weights(logits: torch.Tensor, slots: list[SlotSampling]) -> torch.Tensor:
+    """What tokens are drawn by, [R, vocab] in float32 (or wider): 1 for each row's likeliest.
+
+    Probabilities but for the factor that makes them sum up to 1; 0 for tokens that are left out.
+    logits: [R, vocab] of any float dtype, left as they are. The slots are none of the greedy ones.
+    """
+    wide = adjusted_logits(logits, slots)
+    temperatures = torch.tensor([[slot.temperature] for slot in slots], dtype=wide.dtype)
+    scores = wide / temperatures.to(wide.device)
+    # The bound makes the weights of a row of nothing but -inf 0; there would be NaNs without it.
+    peaks = scores.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
+    if not any(slot.filters for slot in slots):
+        return scores.sub_(peaks).exp_()
+    weights = (scores - peaks).exp_()
+    leave_out(weights, scores, slots)
+    return weights
+
+
+def token_logprobs(
+    logits: torch.Tensor, tokens: list[int] | torch.Tensor, counts: list[int]
+) -> list[TokenLogprobs]:
+    """Log-probabilities of each row's token and of its counts[r] likeliest tokens.
+
+    logits: [R, vocab] as the model gave them, of any float dtype: the model's own distribution,
+    as vLLM's raw_logprobs. counts: -1 for the whole vocabulary. Among equals lower ids come first.
+    """
+    vocab_size = logits.shape[-1]
+    owns = torch.as_tensor(tokens, dtype=torch.int64, device=logits.device)
+    reports = []
+    for start in range(0, len(counts), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        logprobs = torch.log_softmax(logits[rows], dim=-1, dtype=torch.float32)
+        own = logprobs.gather(1, owns[rows, None])
+        ranks = (logprobs > own).sum(dim=-1) + 1
+        wanted = [vocab_size if c == -1 else min(c, vocab_size) for c in counts[rows]]
+        best = logprobs.topk(max((c for c in wanted if c < vocab_size), default=0)).values
+        for row, count in enumerate(wanted):
+            least = best[row, count - 1] if 0 < count < vocab_size else None
+            ids, values = _likeliest(logprobs[row], count, least)
+            reports.append(
+                TokenLogprobs(
+                    [int(owns[start + row]), *ids],
+                    [float(own[row]), *values],
+                    int(ranks[row]),
+                )
+            )
+    return reports
+
+
+def _likeliest(
+    logprobs: torch.Tensor, count: int, least: torch.Tensor | None
+) -> tuple[list[int], list[float]]:
+    """The `count` likeliest tokens of one row, [vocab], best first, and their log-probabilities.
+
+    least: the last one's log-probability; None if count is 0 or all. topk alone would not say in
+    which order equals come.
+    """
+    if count == 0:
+        return [], []
+    floor = -torch.inf if least is None else least
+    ids = (logprobs >= floor).nonzero().squeeze(-1)
+    values, order = logprobs[ids].sort(descending=True, stable=True)
+    return ids[order[:count]].tolist(), values[:count].tolist()
+
+
+def _draw(weights: torch.Tensor, uniforms: list[float]) -> torch.Tensor:
+    """Invert the cumulative distribution that weights [R, vocab] make at each uniform."""
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    totals = cumulative[:, -1:]
+    points = torch.tensor(uniforms, dtype=torch.float64, device=weights.device)[:, None] * totals
+    # A product rounded up to the total would lie beyond the last token of any weight.
+    below = torch.nextafter(totals, torch.full_like(totals, -torch.inf))
+    chosen = torch.searchsorted(cumulative, torch.minimum(points, below), right=True)
+    # Logits that are not numbers still give a token id.
+    return chosen.squeeze(-1).clamp_(max=weights.shape[-1] - 1)
+
+
+def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Some of the rows, ascending; without copying where it can be."""
+    if rows[-1] - rows[0] + 1 == len(rows):
+        return logits[rows[0] : rows[-1] + 1]
+    return logits[rows]

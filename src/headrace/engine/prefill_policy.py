@@ -1,0 +1,133 @@
+"""How much prefill the step being planned may carry."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from headrace.engine.step_cost import StepCost, StepWork, chunk_attended
+
+PrefillPolicyName = Literal["budget", "even"]
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a policy looks at when a step is planned.
+
+    decode: work of the step's decode rows. mean_decode: decode work of a group, averaged over the
+    groups. pending: work of all tokens to be prefilled that are in no plan yet, of running
+    sequences and of waiting ones as far as there are slots and blocks for them (else those would
+    call for large steps that nothing can fill). free_fraction: cache blocks that could be given out
+    now, of all. cost: the dearest stage's. max_tokens: the most tokens a step may have, decode rows
+    included.
+    """
+
+    decode: StepWork
+    mean_decode: StepWork
+    pending: StepWork
+    num_microbatches: int
+    free_fraction: float
+    cost: StepCost
+    max_tokens: int
+
+
+@dataclass
+class StepAllowance:
+    """What the step may still take: tokens, and seconds of the dearest stage.
+
+    least: tokens that may be taken whatever they cost, so that prefill always goes on.
+    """
+
+    tokens: int
+    seconds: float
+    cost: StepCost
+    least: int = 0
+
+    def take(self, start: int, wanted: int) -> int:
+        """How many of a sequence's next `wanted` tokens fit, the first at position `start`.
+
+        They are deducted. 0: the step is full.
+        """
+        count = max(0, min(wanted, self.tokens))
+        if self._seconds(start, count) > max(self.seconds, 0.0):
+            count = min(count, max(self._fitting(start), self.least))
+        self.tokens -= count
+        self.seconds -= self._seconds(start, count)
+        self.least = max(0, self.least - count)
+        return count
+
+    def _seconds(self, start: int, count: int) -> float:
+        return self.cost.added(StepWork(count, chunk_attended(start, count), 0))
+
+    def _fitting(self, start: int) -> int:
+        """The longest chunk within the seconds: the root of a quadratic, as each token of a chunk
+        attends to one position more than the one before."""
+        seconds = max(0.0, self.seconds)
+        curve = self.cost.per_position / 2
+        slope = self.cost.per_token + self.cost.per_position * (start + 0.5)
+        return int(2 * seconds / (slope + math.sqrt(slope**2 + 4 * curve * seconds)))
+
+
+class PrefillPolicy(Protocol):
+    """Sets each step's allowance; asked once a plan, in plan order."""
+
+    def allow(self, situation: Situation) -> StepAllowance:
+        """The allowance of the step being planned."""
+
+
+def prefill_policy(name: PrefillPolicyName) -> PrefillPolicy:
+    """The policy of that name, at its start."""
+    return BudgetPolicy() if name == "budget" else EvenPolicy()
+
+
+class BudgetPolicy:
+    """Fills every step up to max_tokens: the chunked prefill that engines commonly have."""
+
+    def allow(self, situation: Situation) -> StepAllowance:
+        """max_tokens less the decode rows, whatever it costs."""
+        tokens = situation.max_tokens - situation.decode.tokens
+        return StepAllowance(tokens, math.inf, situation.cost)
+
+
+# Within how many steps what is pending should be gone at the latest. Longer is more even, shorter
+# brings first tokens sooner: with 20 the 99th percentile of their delay is that of the best budget.
+_HORIZON = 20
+# Below this part of free cache, prefill is held back in proportion.
+_AMPLE_CACHE = 0.2
+# What a step takes at least if anything is pending and it has room.
+_LEAST_TOKENS = 16
+
+
+@dataclass
+class EvenPolicy:
+    """Keeps consecutive steps at one cost in seconds, for as long as what is pending allows.
+
+    A pipeline stands still in proportion to how much the cost of its steps goes up and down, so the
+    target stays where it is unless it must move: up, if what is pending would take more than
+    `_HORIZON` steps; down, if it would not last for a turn of all groups. That is the path of least
+    variation between two bounds, each of which spreads the pending work over a number of steps as
+    gLLM's token throttling does (arXiv 2504.14775), but in seconds, so that long contexts and
+    uneven groups count. As there, little free cache holds prefill back. One group alone has no
+    other to be even with.
+    """
+
+    _target_s: float = field(default=0.0, init=False)
+
+    def allow(self, situation: Situation) -> StepAllowance:
+        """What brings the step up to the target."""
+        cost = situation.cost
+        decode_s = cost.fixed + cost.added(situation.mean_decode)
+        pending_s = cost.added(situation.pending)
+        turn = situation.num_microbatches
+        lowest = decode_s + pending_s / (max(_HORIZON, turn) if turn > 1 else 1)
+        highest = decode_s + pending_s / turn
+        self._target_s = min(max(self._target_s, lowest), highest)
+        # A step that is mostly its fixed part wastes it.
+        target_s = max(self._target_s, 2 * cost.fixed)
+        throttle = min(1.0, situation.free_fraction / _AMPLE_CACHE)
+        own_s = cost.fixed + cost.added(situation.decode)
+        return StepAllowance(
+            tokens=situation.max_tokens - situation.decode.tokens,
+            seconds=(target_s - own_s) * throttle,
+            cost=cost,
+            least=_LEAST_TOKENS,
+        )

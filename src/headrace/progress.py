@@ -1,0 +1,79 @@
+"""What the user sees on standard error while stages load and while an offline batch runs."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from headrace.engine.outputs import OutputDelta
+from headrace.protocol.messages import Loading
+
+
+@contextmanager
+def loading_display(num_stages: int) -> Iterator[Callable[[Loading], None]]:
+    """A callback to feed with the stages' progress, shown on standard error."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _print_when_done
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bars: list[TaskID] = [
+            progress.add_task(f"stage {stage}: starting", total=1.0) for stage in range(num_stages)
+        ]
+
+        def show(message: Loading) -> None:
+            progress.update(
+                bars[message.stage],
+                completed=message.fraction,
+                description=f"stage {message.stage}: {message.phase}",
+            )
+
+        yield show
+
+
+def _print_when_done(message: Loading) -> None:
+    if message.fraction >= 1:
+        print(f"stage {message.stage}: {message.phase} loaded", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def batch_progress(completions: int, shown: bool) -> Iterator[Callable[[list[OutputDelta]], None]]:
+    """A callback to feed with what each step brought; completions: how many are to end."""
+    console = Console(stderr=True)
+    if not (shown and console.is_terminal):
+        yield lambda _: None
+        return
+    columns = (
+        TextColumn("completions"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens, {task.fields[rate]:.0f}/s"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("", total=completions, tokens=0, rate=0.0)
+        tokens = 0
+
+        def show(deltas: list[OutputDelta]) -> None:
+            nonlocal tokens
+            tokens += sum(delta.token is not None for delta in deltas)
+            elapsed = progress.tasks[0].elapsed or 0.0
+            progress.update(
+                bar,
+                advance=sum(delta.finish_reason is not None for delta in deltas),
+                tokens=tokens,
+                rate=tokens / elapsed if elapsed else 0.0,
+            )
+
+        yield show

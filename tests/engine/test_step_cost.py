@@ -1,0 +1,146 @@
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.engine.step_cost import (
+    PRIOR,
+    CostFit,
+    StepCost,
+    StepWork,
+    chunk_attended,
+    dearest,
+    total_work,
+)
+
+TRUE = StepCost(fixed=4e-3, per_token=2e-4, per_position=6e-8, per_sampled=5e-5)
+
+
+def decode_step(numbers: random.Random) -> StepWork:
+    rows = numbers.randint(1, 64)
+    return StepWork(rows, sum(numbers.randint(1, 3000) for _ in range(rows)), rows)
+
+
+def mixed_step(numbers: random.Random) -> StepWork:
+    start, count = numbers.randint(0, 3000), numbers.randint(1, 500)
+    chunk = StepWork(count, chunk_attended(start, count), numbers.randint(0, 1))
+    return total_work([decode_step(numbers), chunk])
+
+
+def steps(
+    numbers: random.Random, count: int, *kinds: Callable[[random.Random], StepWork]
+) -> Iterator[StepWork]:
+    for _ in range(count):
+        yield numbers.choice(kinds)(numbers)
+
+
+def worst_error(fit: CostFit, works: Iterator[StepWork]) -> float:
+    return max(abs(fit.cost.seconds(w) / TRUE.seconds(w) - 1) for w in works)
+
+
+@given(start=st.integers(0, 5000), count=st.integers(0, 300))
+def test_a_chunks_attended_positions_are_those_of_its_tokens_added_up(
+    start: int, count: int
+) -> None:
+    assert chunk_attended(start, count) == sum(p + 1 for p in range(start, start + count))
+
+
+def test_a_step_without_tokens_costs_nothing() -> None:
+    assert TRUE.seconds(StepWork(0, 0, 0)) == 0.0
+
+
+def test_the_dearest_stage_depends_on_the_work() -> None:
+    long_contexts, samples = StepCost(1e-3, 1e-4, 1e-6, 0.0), StepCost(1e-3, 1e-4, 0.0, 1e-3)
+    stages = [long_contexts, samples]
+    assert dearest(stages, StepWork(4, 100_000, 4)) is long_contexts
+    assert dearest(stages, StepWork(4, 100, 4)) is samples
+
+
+def test_exact_measurements_give_the_exact_cost() -> None:
+    numbers, fit = random.Random(1), CostFit()
+    for work in steps(numbers, 400, decode_step, mixed_step):
+        fit.add(work, TRUE.seconds(work))
+    assert worst_error(fit, steps(numbers, 200, decode_step, mixed_step)) < 0.01
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_and_steps_that_took_five_times_as_long_hardly_move_the_fit(seed: int) -> None:
+    numbers, fit = random.Random(seed), CostFit()
+    for work in steps(numbers, 1500, decode_step, mixed_step):
+        slow = 5.0 if numbers.random() < 0.05 else 1.0
+        fit.add(work, TRUE.seconds(work) * slow * numbers.lognormvariate(0.0, 0.15))
+    assert worst_error(fit, steps(numbers, 200, decode_step, mixed_step)) < 0.1
+
+
+def test_an_outlier_among_the_very_first_steps_is_overcome() -> None:
+    numbers, fit = random.Random(0), CostFit()
+    for number, work in enumerate(steps(numbers, 600, decode_step, mixed_step)):
+        fit.add(work, TRUE.seconds(work) * (20.0 if number == 0 else 1.0))
+    assert worst_error(fit, steps(numbers, 200, decode_step, mixed_step)) < 0.1
+
+
+def test_a_machine_that_becomes_slower_is_followed() -> None:
+    numbers, fit = random.Random(2), CostFit()
+    for number, work in enumerate(steps(numbers, 6000, decode_step, mixed_step)):
+        fit.add(work, TRUE.seconds(work) * (0.4 if number < 1000 else 1.0))
+    assert worst_error(fit, steps(numbers, 200, decode_step, mixed_step)) < 0.1
+
+
+def test_a_long_time_of_decoding_does_not_wipe_out_what_prefill_costs() -> None:
+    numbers, fit = random.Random(3), CostFit()
+    for work in steps(numbers, 300, mixed_step):
+        fit.add(work, TRUE.seconds(work))
+    for work in steps(numbers, 5000, decode_step):
+        fit.add(work, TRUE.seconds(work))
+    assert worst_error(fit, steps(numbers, 200, mixed_step)) < 0.05
+
+
+def test_decode_steps_alone_predict_decode_and_keep_the_priors_proportions_otherwise() -> None:
+    """Rows that decode have as many tokens as samples: only the sum of both costs is measured."""
+    fit, twice = CostFit(), StepCost(*(2 * part for part in vars(PRIOR).values()))
+    numbers = random.Random(4)
+    for work in steps(numbers, 400, decode_step):
+        fit.add(work, twice.seconds(work))
+    assert vars(fit.cost) == pytest.approx(vars(twice), rel=0.02)
+    same = CostFit()
+    for _ in range(400):
+        same.add(StepWork(8, 8000, 8), TRUE.seconds(StepWork(8, 8000, 8)))
+    chunk = StepWork(500, chunk_attended(0, 500), 1)
+    assert same.cost.seconds(StepWork(8, 8000, 8)) == pytest.approx(
+        TRUE.seconds(StepWork(8, 8000, 8)), rel=0.01
+    )
+    assert 0.2 < same.cost.seconds(chunk) / TRUE.seconds(chunk) < 5
+
+
+def test_the_first_step_already_sets_the_scale() -> None:
+    fit, work = CostFit(), StepWork(100, 5050, 1)
+    fit.add(work, 3.0)
+    assert fit.cost.seconds(work) == pytest.approx(3.0, rel=0.05)
+
+
+def test_steps_without_tokens_or_time_are_passed_over() -> None:
+    fit = CostFit()
+    fit.add(StepWork(0, 0, 0), 1.0)
+    fit.add(StepWork(5, 15, 5), 0.0)
+    assert fit.cost == PRIOR
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.builds(StepWork, st.integers(1, 5000), st.integers(1, 10**8), st.integers(0, 300)),
+            st.floats(1e-6, 1e3),
+        ),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_whatever_is_measured_no_part_is_negative_and_each_is_finite(
+    measured: list[tuple[StepWork, float]],
+) -> None:
+    fit = CostFit()
+    for work, seconds in measured:
+        fit.add(work, seconds)
+        assert all(0 <= part < 1e9 for part in vars(fit.cost).values())

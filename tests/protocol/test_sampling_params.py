@@ -1,0 +1,199 @@
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.errors import UsageError
+from headrace.protocol.plan import Sampling
+from headrace.protocol.sampling_params import MAX_SEED, SamplingParams, resolve
+
+NAN, INF = float("nan"), float("inf")
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**fields)
+
+
+def test_the_defaults_are_vllms() -> None:
+    made = SamplingParams()
+    assert (made.n, made.temperature, made.top_p, made.top_k, made.min_p) == (1, 1.0, 1.0, 0, 0.0)
+    assert made.repetition_penalty == 1.0
+    assert (made.presence_penalty, made.frequency_penalty) == (0.0, 0.0)
+    assert (made.max_tokens, made.min_tokens) == (16, 0)
+    assert (made.stop, made.stop_token_ids, made.bad_words) == ((), (), ())
+    assert (made.logit_bias, made.seed) == (None, None)
+    assert (made.logprobs, made.prompt_logprobs) == (None, None)
+    assert (made.ignore_eos, made.include_stop_str_in_output) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("n", 0, "from 1 to 16384"),
+        ("n", 16385, "from 1 to 16384"),
+        ("temperature", -0.1, "from 0 to 2"),
+        ("temperature", 2.1, "from 0 to 2"),
+        ("top_p", 0.0, "above 0 and at most 1"),
+        ("top_p", 1.01, "above 0 and at most 1"),
+        ("top_k", -2, "from -1 to 2147483647"),
+        ("top_k", 2**31, "from -1 to 2147483647"),
+        ("min_p", -0.01, "from 0 to 1"),
+        ("min_p", 1.01, "from 0 to 1"),
+        ("repetition_penalty", 0.0, "finite and above 0"),
+        ("repetition_penalty", -1.0, "finite and above 0"),
+        ("presence_penalty", 2.1, "from -2 to 2"),
+        ("presence_penalty", -2.1, "from -2 to 2"),
+        ("frequency_penalty", 2.1, "from -2 to 2"),
+        ("frequency_penalty", -2.1, "from -2 to 2"),
+        ("seed", -2, f"from 0 to {MAX_SEED} or -1"),
+        ("seed", MAX_SEED + 1, f"from 0 to {MAX_SEED}"),
+        ("max_tokens", 0, "from 1 to 2147483647"),
+        ("max_tokens", 2**31, "from 1 to 2147483647"),
+        ("min_tokens", -1, "from 0 to 16"),
+        ("min_tokens", 17, r"from 0 to 16 \(max_tokens\)"),
+        ("logprobs", -2, "from -1 to 2147483647"),
+        ("logprobs", 2**31, "from -1 to 2147483647"),
+        ("prompt_logprobs", -2, "from -1 to 2147483647"),
+        ("prompt_logprobs", 2**31, "from -1 to 2147483647"),
+        ("stop_token_ids", [3, -1], "from 0 to 2147483647"),
+        ("stop_token_ids", [2**31], "from 0 to 2147483647"),
+        ("stop", "", "empty"),
+        ("stop", ["a", ""], "empty"),
+        ("bad_words", [""], "empty"),
+        ("logit_bias", {-1: 1.0}, "from 0 to 2147483647"),
+        ("logit_bias", {2**31: 1.0}, "from 0 to 2147483647"),
+        ("logit_bias", {3: 100.5}, "from -100 to 100"),
+        ("logit_bias", {3: -100.5}, "from -100 to 100"),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_field_and_range(
+    field: str, value: Any, allowed: str
+) -> None:
+    # In a list or mapping it is the last item that is wrong.
+    wrong = list(value.items())[-1] if isinstance(value, dict) else value
+    with pytest.raises(UsageError, match=rf"^{field}\b.*{allowed}") as caught:
+        params(**{field: value})
+    assert isinstance(caught.value, ValueError)
+    shown = wrong if isinstance(wrong, list | tuple) else [wrong]
+    assert any(repr(item) in str(caught.value) for item in shown)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize(
+    "field",
+    [
+        "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "logit_bias",
+    ],
+)  # fmt: skip
+def test_only_finite_numbers_are_taken(field: str, value: float) -> None:
+    with pytest.raises(UsageError, match=rf"^{field}\b.* not -?(nan|inf)$"):
+        params(**{field: {5: value} if field == "logit_bias" else value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 1.5), ("n", None), ("n", True), ("temperature", "hot"), ("temperature", None),
+        ("top_p", [1]), ("top_k", 2.0), ("min_p", "0"), ("repetition_penalty", None),
+        ("presence_penalty", {}), ("frequency_penalty", "1"), ("seed", 1.0), ("seed", "1"),
+        ("max_tokens", 1.5), ("min_tokens", None), ("logprobs", 1.0), ("prompt_logprobs", True),
+        ("stop", 3), ("stop", [3]), ("stop_token_ids", 3), ("stop_token_ids", ["3"]),
+        ("stop_token_ids", "3"), ("bad_words", "word"), ("bad_words", [3]), ("logit_bias", [1]),
+        ("logit_bias", {"a": 1.0}), ("logit_bias", {1: "a"}), ("ignore_eos", 1),
+        ("include_stop_str_in_output", None),
+    ],
+)  # fmt: skip
+def test_a_value_of_the_wrong_type_is_named_with_its_field(field: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=rf"^{field} .*expected"):
+        params(**{field: value})
+
+
+def test_an_unknown_field_is_named_with_those_there_are() -> None:
+    with pytest.raises(UsageError, match=r"no field topp: it takes .*temperature.*top_p") as caught:
+        params(topp=0.5)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_several_greedy_completions_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"n must be 1 when using greedy sampling.* not 2"):
+        params(n=2, temperature=0)
+    assert params(n=2, temperature=0.5).n == 2
+
+
+def test_the_borders_of_every_range_are_allowed() -> None:
+    params(
+        n=16384, temperature=2, top_p=1, top_k=-1, min_p=1, repetition_penalty=1e-9,
+        presence_penalty=2, frequency_penalty=-2, seed=0, max_tokens=5, min_tokens=5,
+        logprobs=-1, prompt_logprobs=0, logit_bias={0: -100, 1: 100}, stop_token_ids=[0],
+    )  # fmt: skip
+    params(temperature=0, top_p=1e-9, min_p=0, seed=MAX_SEED, max_tokens=1, repetition_penalty=50)
+    assert params(max_tokens=None, min_tokens=10**6).max_tokens is None
+
+
+def test_lists_may_be_given_as_lists_tuples_or_none_and_become_tuples() -> None:
+    stops, ids, words, bias = ["a", "b"], [1, 2], ["x y"], {3: 1.5}
+    made = params(stop=stops, stop_token_ids=ids, bad_words=words, logit_bias=bias)
+    for mine in (stops, ids, words, bias):
+        mine.clear()
+    assert (made.stop, made.stop_token_ids, made.bad_words) == (("a", "b"), (1, 2), ("x y",))
+    assert made.logit_bias == {3: 1.5}
+    assert params(stop="end").stop == ("end",)
+    assert params(stop=None, stop_token_ids=None, bad_words=None) == SamplingParams()
+    assert params(stop_token_ids=(4,)).stop_token_ids == (4,)
+
+
+def test_seed_minus_one_is_no_seed() -> None:
+    assert params(seed=-1).seed is None
+
+
+def test_it_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        SamplingParams().n = 2  # type: ignore[misc]
+
+
+def resolved(made: SamplingParams, **more: Any) -> Sampling:
+    return resolve(made, **{"seed": 9, "eos_token_ids": [7, 2], "bad_words": [], **more})
+
+
+def test_what_the_last_stage_needs_is_handed_on() -> None:
+    made = params(
+        temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, repetition_penalty=1.5,
+        presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={4: 2.0}, bad_words=["x"],
+        seed=1, logprobs=2, prompt_logprobs=-1,
+    )  # fmt: skip
+    assert resolved(made, bad_words=[[5, 6]]) == Sampling(
+        seed=9, temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, repetition_penalty=1.5,
+        presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={4: 2.0}, bad_words=[[5, 6]],
+        logprobs=2, prompt_logprobs=-1,
+    )  # fmt: skip
+    assert resolved(SamplingParams()) == Sampling(seed=9)
+
+
+def test_top_k_minus_one_is_none_and_a_tiny_temperature_is_greedy() -> None:
+    assert resolved(params(top_k=-1)).top_k == 0
+    assert resolved(params(temperature=9e-6)).temperature == 0.0
+    assert resolved(params(temperature=1e-5)).temperature == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("ignore_eos", "min_tokens", "ends"),
+    [(False, 0, []), (True, 0, []), (False, 2, [2, 7, 8]), (True, 2, [8])],
+)
+def test_ends_are_told_only_if_some_outputs_must_come_first(
+    ignore_eos: bool, min_tokens: int, ends: list[int]
+) -> None:
+    made = params(ignore_eos=ignore_eos, min_tokens=min_tokens, stop_token_ids=[8])
+    told = resolved(made)
+    assert (told.min_tokens, told.end_tokens) == (min_tokens, ends)
+
+
+def test_a_bad_word_without_tokens_is_refused() -> None:
+    with pytest.raises(UsageError, match="bad_words"):
+        resolved(params(bad_words=["x"]), bad_words=[[1], []])
+
+
+@given(seed=st.integers(0, MAX_SEED))
+def test_every_seed_is_taken(seed: int) -> None:
+    assert params(seed=seed).seed == seed
