@@ -11,7 +11,7 @@ import torch
 from headrace.kernels.attention import AttentionBatch, write_kv
 from headrace.protocol.model_config import ModelConfig, RopeConfig, StageShare
 from headrace.protocol.sampling_params import SamplingParams
-from headrace.sampling.sampler import uniform
+from headrace.sampling.sampler import waiting_times
 
 VOCAB = 97
 PRIME = 1_000_003
@@ -101,7 +101,9 @@ def expected_outputs(
             values = [_hash(layer, values[: end + 1]) for end in range(len(values))]
         token = values[-1] % VOCAB
         if params.temperature > 0:
-            token = _draw(token, params.temperature, uniform(seed, len(outputs)))
+            token = _draw(
+                token, params.temperature, waiting_times(seed, len(outputs), VOCAB).tolist()
+            )
         tokens.append(token)
         outputs.append(token)
         if token in eos and not params.ignore_eos:
@@ -110,13 +112,8 @@ def expected_outputs(
             return outputs, "length"
 
 
-def _draw(likeliest: int, temperature: float, point: float) -> int:
+def _draw(likeliest: int, temperature: float, times: list[float]) -> int:
     """One of VOCAB tokens of equal weight, but for one that weighs more."""
     weights = [1.0] * VOCAB
     weights[likeliest] = math.exp(PEAK / temperature)
-    left = point * sum(weights)
-    for token, weight in enumerate(weights):
-        left -= weight
-        if left < 0:
-            return token
-    raise AssertionError("the point lies below the sum")
+    return min(range(VOCAB), key=lambda token: times[token] / weights[token])

@@ -70,8 +70,12 @@ class AsyncLLM:
         self._streams[name] = stream
         try:
             self._thread.add(stream)
-            while not gatherer.finished:
-                yield await stream.next_output()
+            finished = False
+            while not finished:
+                output = await stream.next_output()
+                # Not the gatherer's word: it may have the rest by the time the reader is back.
+                finished = output.finished
+                yield output
         finally:
             del self._streams[name]
             if not gatherer.finished:
@@ -234,9 +238,9 @@ class _EngineThread:
         for delta in deltas:
             by_stream.setdefault(self._streams[delta.request_id], []).append(delta)
         for stream, news in by_stream.items():
-            stream.post(stream.take, news)
             if not self._engine.is_running(news[0].request_id):
                 del self._streams[news[0].request_id]
+            stream.post(stream.take, news)
 
 
 def _internal(error: Exception) -> PipelineError:

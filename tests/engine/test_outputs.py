@@ -16,7 +16,7 @@ def delta(
     logprob: float | None = None,
 ) -> OutputDelta:
     found = None if token is None or logprob is None else {token: Logprob(logprob, 1, "x")}
-    return OutputDelta(0, index, token, text, reason, None, found, [], 32, at, 10.0, 10.5)
+    return OutputDelta(0, index, token, text, reason, None, found, None, 32, at, 10.0, 10.5)
 
 
 def test_tokens_text_and_times_add_up() -> None:

@@ -1,6 +1,8 @@
 import dataclasses
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,11 +10,12 @@ from hypothesis import strategies as st
 
 from headrace.protocol.plan import Admission, Sampling
 from headrace.protocol.sampling_params import MAX_SEED
-from headrace.sampling.sampler import adjusted_logits, draw_weights, sample, uniform
+from headrace.sampling.sampler import adjusted_logits, draw_weights, sample, waiting_times
 from headrace.sampling.slot import SlotSampling
 from sampling.slots import samplings, slot
 
 VOCAB = 61
+FIRST_TIMES = [0.03535977005958557, 0.01161393616348505]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,16 +48,31 @@ def cases(draw: st.DrawFn, vocab_size: int = VOCAB, steps: int = 4) -> Case:
     return Case(Admission(0, [1, *draw(tokens)], draw(tokens), 0, sampling), logits)
 
 
-@given(seed=st.integers(0, MAX_SEED), index=st.integers(0, 2**31))
-def test_random_numbers_depend_on_seed_and_index_alone(seed: int, index: int) -> None:
-    assert uniform(seed, index) == uniform(seed, index)
-    assert 0.0 <= uniform(seed, index) < 1.0
-    assert uniform(seed, index) != uniform(seed, index + 1)
+@given(seed=st.integers(0, MAX_SEED), index=st.integers(0, 2**31), count=st.integers(1, 50))
+def test_random_numbers_depend_on_seed_and_index_alone(seed: int, index: int, count: int) -> None:
+    times = waiting_times(seed, index, count)
+    assert np.array_equal(times, waiting_times(seed, index, count))
+    assert np.array_equal(times, waiting_times(seed, index, count + 3)[:count])
+    assert (times > 0).all()
+    assert not np.array_equal(times, waiting_times(seed, index + 1, count))
+    assert not np.array_equal(times, waiting_times(seed ^ 1, index, count))
 
 
 def test_random_numbers_are_those_of_the_first_release() -> None:
-    assert uniform(0, 0) == 0.011546754286331562
-    assert uniform(123456789, 42) == 0.7400191044817522
+    bits = np.random.Philox(key=123456789, counter=[0, 42, 0, 0]).random_raw(2)
+    low = [int(b) & 0xFFFFFFFF for b in bits], [int(b) >> 32 for b in bits]
+    expected = [
+        -math.log1p(-(half + 0.5) / 2**32) for pair in zip(*low, strict=True) for half in pair
+    ]
+    assert waiting_times(123456789, 42, 4) == pytest.approx(expected, rel=1e-6)
+    assert waiting_times(0, 0, 2).tolist() == pytest.approx(FIRST_TIMES, rel=1e-6)
+
+
+def test_waiting_times_are_exponential_and_of_mean_one() -> None:
+    times = np.sort(waiting_times(1, 2, 100_000).astype(np.float64))
+    # Kolmogorov and Smirnov: 1.95 / sqrt(n) is exceeded once in a thousand times; the seed is fixed.
+    steps = np.arange(1, len(times) + 1) / len(times)
+    assert np.abs(steps - (1 - np.exp(-times))).max() < 1.95 / math.sqrt(len(times))
 
 
 @given(batch=st.lists(cases(), min_size=1, max_size=24), seed=st.randoms(use_true_random=False))
@@ -216,12 +234,22 @@ def test_a_token_of_no_probability_is_never_drawn() -> None:
     assert set(sample(logits, slots).tolist()) == {2}
 
 
-def test_the_greatest_random_number_still_draws_a_token_of_some_weight(
+def test_extreme_random_numbers_still_draw_a_token_of_some_weight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("headrace.sampling.sampler.uniform", lambda seed, index: 1 - 2.0**-53)
-    # Weights whose total, times that number, rounds to the total itself.
-    logits = torch.tensor([[0.0, 0.0, 0.0, -torch.inf]])
-    assert sample(logits, [slot(4)]).tolist() == [2]
-    monkeypatch.setattr("headrace.sampling.sampler.uniform", lambda seed, index: 0.0)
-    assert sample(logits.flip(-1), [slot(4)]).tolist() == [1]
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, -torch.inf]])
+    for extreme in (1.2e-10, 23.0):
+        times = np.array([1.2e-10, extreme, 1.2e-10, 1.2e-10], dtype=np.float32)
+        monkeypatch.setattr(
+            "headrace.sampling.sampler.waiting_times", lambda *_, times=times: times
+        )
+        assert sample(logits, [slot(4)]).tolist() == [1]
+
+
+def test_the_last_bits_of_the_logits_hardly_ever_change_a_token() -> None:
+    logits = torch.randn(1, 20_000, generator=torch.Generator().manual_seed(0))
+    noise = 1 + 3e-7 * torch.randn(1, 20_000, generator=torch.Generator().manual_seed(1))
+    for seed in range(300):
+        assert sample(logits, [slot(20_000, seed=seed)]) == sample(
+            logits * noise, [slot(20_000, seed=seed)]
+        )

@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import headrace
+from headrace.cli import bench
 from headrace.cli.generate import generate
 from headrace.errors import HeadraceError
 
@@ -16,6 +17,7 @@ app = typer.Typer(
     name="headrace", no_args_is_help=False, add_completion=False, rich_markup_mode=None
 )
 app.command()(generate)
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

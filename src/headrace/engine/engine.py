@@ -189,15 +189,13 @@ class Engine:
         return result
 
     def _to_output(self, accepted: Accepted, now: float) -> OutputDelta:
-        sequence, token, logprobs, prompt_logprobs = accepted
-        text = ""
-        if token is not None:
-            text = self._new_text(sequence, token)
+        sequence, token = accepted.sequence, accepted.token
+        text = "" if token is None else self._new_text(sequence, token)
         delta = self._delta(sequence, token, text, now)
-        if logprobs is not None:
-            delta.logprobs = self._readable(logprobs)
-        if prompt_logprobs:
-            delta.prompt_logprobs = [self._readable(entry) for entry in prompt_logprobs]
+        if accepted.logprobs is not None:
+            delta.logprobs = self._readable(accepted.logprobs)
+        if accepted.prompt_logprobs:
+            delta.prompt_logprobs = [self._readable(e) for e in accepted.prompt_logprobs]
         if sequence.finish_reason is not None:
             self._forget(sequence)
         return delta
@@ -205,23 +203,23 @@ class Engine:
     def _new_text(self, sequence: Sequence, token: int) -> str:
         """The text that a token completed; ends the sequence if a stop string is in it."""
         text = self._texts[sequence]
+        finished = sequence.finish_reason is not None
         by_token = sequence.finish_reason == "stop"
         if by_token and not sequence.params.include_stop_str_in_output:
             return self._rest_of_text(text)
         piece = text.stream.push(token)
-        if sequence.finished:
+        if finished:
             piece += text.stream.finish()
         if text.stops is None:
             return piece
         shown, hit = text.stops.push(piece, len(sequence.outputs))
-        if hit is not None and not by_token:
-            if sequence.finished:
-                # Its last token, by count, also completed the stop string.
-                sequence.finish_reason, sequence.stop_reason = "stop", hit
-            else:
-                self.scheduler.finish(sequence, "stop", hit)
-        elif hit is None and sequence.finished:
-            shown += text.stops.finish()
+        if hit is None:
+            return shown + text.stops.finish() if finished else shown
+        if not finished:
+            self.scheduler.finish(sequence, "stop", hit)
+        elif not by_token:
+            # Its last token, by count, also completed the stop string.
+            sequence.finish_reason, sequence.stop_reason = "stop", hit
         return shown
 
     def _rest_of_text(self, text: _Text) -> str:
@@ -238,7 +236,7 @@ class Engine:
             sequence.finish_reason,
             sequence.stop_reason,
             None,
-            [],
+            None,
             sequence.cached_tokens or 0,
             now,
             sequence.queued_at,

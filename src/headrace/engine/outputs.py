@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import msgspec
+
 from headrace.engine.request import FinishReason
 from headrace.protocol.sampling_params import SamplingParams
 
@@ -18,8 +20,8 @@ class Logprob(NamedTuple):
 Logprobs = dict[int, Logprob]
 
 
-@dataclass(slots=True)
-class OutputDelta:
+# Without gc: hundreds are made a step, none is part of a cycle.
+class OutputDelta(msgspec.Struct, gc=False):
     """What one step brought for one completion of a request.
 
     token is None when there is none: the request was aborted, or only prompt logprobs came. text
@@ -34,7 +36,7 @@ class OutputDelta:
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     logprobs: Logprobs | None
-    prompt_logprobs: list[Logprobs]
+    prompt_logprobs: list[Logprobs] | None
     cached_tokens: int
     at: float
     queued_at: float

@@ -5,7 +5,8 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import msgspec
 
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.microbatches import Microbatches
@@ -48,7 +49,7 @@ class SchedulerConfig:
     epoch: int = 0
 
 
-class Accepted(NamedTuple):
+class Accepted(msgspec.Struct, frozen=True, gc=False):
     """What a row's result brought for a sequence that was still running.
 
     token is None for a row of prompt tokens alone. prompt_logprobs: of the next prompt tokens.
@@ -57,16 +58,17 @@ class Accepted(NamedTuple):
     sequence: Sequence
     token: int | None
     logprobs: TokenLogprobs | None
-    prompt_logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs] | None
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A step without result yet. starts: the first position of each row that is a chunk."""
+    """A step without result yet. samples: which rows yield a token. starts: the first position of
+    each row that yields prompt logprobs."""
 
     step: int
     rows: list[Sequence]
-    yields: list[Yield]
+    samples: list[bool]
     starts: dict[int, int]
 
 
@@ -77,6 +79,7 @@ class _Draft:
     step: int
     rows: list[Row] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
     starts: dict[int, int] = field(default_factory=dict)
     admitted: list[Admission] = field(default_factory=list)
     appended: list[BlocksAppended] = field(default_factory=list)
@@ -211,8 +214,7 @@ class Scheduler:
             appended=draft.appended,
             released=self._release(),
         )
-        yields = [row.yields for row in draft.rows]
-        self._in_flight.append(_InFlight(plan.step, draft.sequences, yields, draft.starts))
+        self._in_flight.append(_InFlight(plan.step, draft.sequences, draft.samples, draft.starts))
         self._next_step += 1
         self.newest_work = draft.work
         return plan
@@ -232,36 +234,40 @@ class Scheduler:
                 f"the result of step {result.step} has {len(result.tokens)} rows, "
                 f"its plan had {len(flight.rows)}"
             )
-        logprobs = {entry.row: entry for entry in result.logprobs}
+        reports = {entry.row: entry for entry in result.logprobs}
+        size = self.config.block_size
         accepted = []
-        for row, (sequence, yields, tokens) in enumerate(
-            zip(flight.rows, flight.yields, result.tokens, strict=True)
+        for row, (sequence, samples, tokens) in enumerate(
+            zip(flight.rows, flight.samples, result.tokens, strict=True)
         ):
-            if len(tokens) != (yields & Yield.TOKEN):
+            if len(tokens) != samples:
                 raise PipelineError(
                     f"a row of step {result.step} gave {len(tokens)} tokens against its plan"
                 )
             sequence.in_flight -= 1
-            if sequence.finished:
+            if sequence.finish_reason is not None:
                 continue
-            own, of_prompt = None, list[TokenLogprobs]()
-            if row in logprobs:
-                own = logprobs[row].sampled
+            own, of_prompt = None, None
+            if reports and row in reports:
+                own = reports[row].sampled
                 of_prompt = self._new_prompt_logprobs(
-                    sequence, flight.starts.get(row, 0), logprobs[row].prompt
+                    sequence, flight.starts.get(row, 0), reports[row].prompt
                 )
-            if tokens:
-                if sequence.slot is None:
-                    self._waiting.remove(sequence)
-                    sequence.outputs.append(tokens[0])
-                    self._waiting.push(sequence)
-                else:
-                    sequence.outputs.append(tokens[0])
+            if not samples:
+                if of_prompt:
+                    accepted.append(Accepted(sequence, None, None, of_prompt))
+                continue
+            (token,) = tokens
+            if sequence.slot is None:
+                self._waiting.remove(sequence)
+                sequence.outputs.append(token)
+                self._waiting.push(sequence)
+            else:
+                sequence.outputs.append(token)
+                if sequence.planned_positions // size > sequence.published:
                     self._cache.token_accepted(sequence)
-                accepted.append(Accepted(sequence, tokens[0], own, of_prompt))
-                self._check_stop(sequence, tokens[0])
-            elif of_prompt:
-                accepted.append(Accepted(sequence, None, None, of_prompt))
+            accepted.append(Accepted(sequence, token, own, of_prompt))
+            self._check_stop(sequence, token)
         return accepted
 
     # What a step carries
@@ -312,6 +318,7 @@ class Scheduler:
             sequence.planned_outputs += 1
             sequence.in_flight += 1
             draft.sequences.append(sequence)
+            draft.samples.append(True)
             attended += position + 1
         draft.decode_rows = rows = len(draft.rows)
         draft.work = StepWork(tokens=rows, attended=attended, sampled=rows)
@@ -357,12 +364,22 @@ class Scheduler:
         return Situation(
             decode=draft.work,
             mean_decode=StepWork(*(part // self._groups.count for part in groups)),
-            pending=total_work([*running, self._waiting.work]),
+            pending=total_work([*running, self._admissible_work]),
             num_microbatches=self._groups.count,
             free_fraction=self._pool.free / self._pool.num_blocks,
             cost=self.cost,
             max_tokens=self.config.max_num_batched_tokens,
         )
+
+    @property
+    def _admissible_work(self) -> StepWork:
+        """What waiting sequences would bring if as many were admitted as have slots and blocks."""
+        waiting = self._waiting.work
+        if not waiting.tokens:
+            return waiting
+        positions = self._pool.free * self.config.block_size
+        share = min(1.0, len(self._free_slots) / len(self._waiting), positions / waiting.tokens)
+        return StepWork(*(int(part * share) for part in waiting))
 
     def _plan_chunk(self, draft: _Draft, sequence: Sequence, allowance: StepAllowance) -> bool:
         """A further chunk of a sequence that is being prefilled; False if there was no room."""
@@ -393,9 +410,10 @@ class Scheduler:
         inputs: list[int | TokenRef] = list(sequence.known[start:end])
         draft.rows.append(Row(sequence.slot, inputs, start, yields))
         draft.sequences.append(sequence)
+        sampled = end == len(sequence.known)
+        draft.samples.append(sampled)
         sequence.planned_positions = end
         sequence.in_flight += 1
-        sampled = int(end == len(sequence.known))
         draft.work = total_work(
             [draft.work, StepWork(count, chunk_attended(start, count), sampled)]
         )

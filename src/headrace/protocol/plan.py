@@ -24,7 +24,7 @@ class Yield(enum.IntFlag):
     PROMPT_LOGPROBS = 2
 
 
-class Row(msgspec.Struct, array_like=True, frozen=True):
+class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One sequence's share of a step: `inputs` go to consecutive positions of its slot.
 
     start is the absolute position of the first input. None means "one past the newest position

@@ -1,0 +1,1 @@
+"""MEASURES: what scheduling costs, and what it gains, without or with a real pipeline."""

@@ -1,0 +1,191 @@
+"""What one plan costs the engine: a real engine and tokenizer on a pipeline that takes no time."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+
+from headrace.checkpoint.gguf_file import read_gguf
+from headrace.checkpoint.locate import locate_model
+from headrace.checkpoint.tokenizer import tokenizer_of_gguf
+from headrace.engine.engine import Engine
+from headrace.engine.outputs import OutputDelta
+from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.protocol import codec
+from headrace.protocol.messages import Report, Result
+from headrace.protocol.plan import Plan, Yield
+from headrace.protocol.sampling_params import SamplingParams
+
+_MODEL = "smollm2"
+_BLOCK_SIZE = 16
+_WINDOW = 3
+_CHUNK = 4096
+# A multiplicative hash (Knuth): consecutive numbers far apart in 32 bits.
+_SPREAD, _BITS = 2654435761, 32
+
+
+@dataclass(frozen=True)
+class EngineCost:
+    """Times in microseconds a plan, in which every running sequence has a decode row.
+
+    plan: making it. encode: its bytes, of which there are plan_bytes at the median. result: taking
+    the result in from its bytes, detokenizing, looking for stops. total: all that the engine does
+    for the step, its bookkeeping and the stage's report included.
+    """
+
+    running: int
+    context_len: int
+    plan_us_p50: float
+    plan_us_p99: float
+    encode_us_p50: float
+    result_us_p50: float
+    total_us_p50: float
+    plan_bytes: int
+
+
+def engine_cost(running: int, context_len: int, steps: int = 300) -> EngineCost:
+    """Measure `steps` plans of `running` sequences that begin with context_len positions each."""
+    tokenizer = tokenizer_of_gguf(read_gguf(locate_model(_MODEL).path)).core
+    vocab_size = tokenizer.get_vocab_size()
+    # Sequences decode already while others are prefilled, and none may end before the last plan.
+    step_tokens = running + _CHUNK
+    prefill_steps = -(-running * context_len // _CHUNK)
+    max_model_len = context_len + prefill_steps + steps + 2 * _WINDOW + 2
+    scheduler = _TimedScheduler(
+        SchedulerConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=running,
+            max_num_batched_tokens=step_tokens,
+            block_size=_BLOCK_SIZE,
+            num_blocks=running * (-(-max_model_len // _BLOCK_SIZE)),
+            num_microbatches=1,
+            window=_WINDOW,
+            eos_token_ids=frozenset({0}),
+            prefill_policy="budget",
+        )
+    )
+    pipeline = _InstantPipeline(vocab_size)
+    engine = _TimedEngine(
+        scheduler=scheduler,
+        pipeline=pipeline,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        num_stages=1,
+        seed=0,
+        stall_timeout=60.0,
+    )
+    params = SamplingParams(max_tokens=max_model_len, stop=["\n\nUser:"], stop_token_ids=[0])
+    for number in range(running):
+        engine.add([_hash(number, n, vocab_size) for n in range(context_len)], params)
+    while pipeline.newest_rows < running or pipeline.newest_tokens > running:
+        engine.step()
+    scheduler.seconds.clear()
+    engine.seconds.clear()
+    pipeline.start_measuring()
+    total = []
+    for _ in range(steps):
+        pipeline.answering_s = 0.0
+        began = perf_counter()
+        engine.step()
+        total.append(perf_counter() - began - pipeline.answering_s)
+        assert pipeline.newest_rows == running, "a sequence ended before the last plan"
+    return EngineCost(
+        running=running,
+        context_len=context_len,
+        plan_us_p50=_microseconds(scheduler.seconds, 0.5),
+        plan_us_p99=_microseconds(scheduler.seconds, 0.99),
+        encode_us_p50=_microseconds(pipeline.encode_s, 0.5),
+        result_us_p50=_microseconds(engine.seconds, 0.5) + _microseconds(pipeline.decode_s, 0.5),
+        total_us_p50=_microseconds(total, 0.5),
+        plan_bytes=int(np.median(pipeline.plan_bytes)),
+    )
+
+
+def _microseconds(seconds: list[float], quantile: float) -> float:
+    return round(float(np.quantile(seconds, quantile)) * 1e6, 1)
+
+
+def _hash(sequence: int, position: int, vocab_size: int) -> int:
+    """A token that is never 0, which ends a sequence, and is n about as often as 1/n (Zipf): small
+    numbers are the frequent tokens of a byte-pair vocabulary, and texts repeat them as much."""
+    spread = (sequence * 7919 + position) * _SPREAD % 2**_BITS / 2**_BITS
+    return int((vocab_size - 1) ** spread)
+
+
+class _TimedScheduler(Scheduler):
+    """seconds: of every plan made."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self.seconds: list[float] = []
+
+    def plan(self) -> Plan | None:
+        began = perf_counter()
+        plan = super().plan()
+        if plan is not None:
+            self.seconds.append(perf_counter() - began)
+        return plan
+
+
+@dataclass
+class _TimedEngine(Engine):
+    """seconds: of every result taken in."""
+
+    seconds: list[float] = field(default_factory=list, init=False)
+
+    def take_result(self, result: Result) -> list[OutputDelta]:
+        began = perf_counter()
+        deltas = super().take_result(result)
+        self.seconds.append(perf_counter() - began)
+        return deltas
+
+
+@dataclass
+class _InstantPipeline:
+    """Has each result ready at once, and hands out one a call, so that the window stays full.
+
+    answering_s: time spent on being a pipeline, which is not the engine's.
+    """
+
+    vocab_size: int
+    encode_s: list[float] = field(default_factory=list, init=False)
+    decode_s: list[float] = field(default_factory=list, init=False)
+    plan_bytes: list[int] = field(default_factory=list, init=False)
+    answering_s: float = field(default=0.0, init=False)
+    newest_rows: int = field(default=0, init=False)
+    newest_tokens: int = field(default=0, init=False)
+    _answers: deque[tuple[bytes, bytes]] = field(default_factory=deque, init=False)
+
+    def start_measuring(self) -> None:
+        """Forget what was measured so far."""
+        self.encode_s.clear()
+        self.decode_s.clear()
+        self.plan_bytes.clear()
+
+    def send(self, plan: Plan) -> None:
+        began = perf_counter()
+        data = codec.encode(plan)
+        encoded = perf_counter()
+        self.encode_s.append(encoded - began)
+        self.plan_bytes.append(len(data))
+        self.newest_rows = len(plan.rows)
+        self.newest_tokens = sum(len(row.inputs) for row in plan.rows)
+        tokens = [
+            [_hash(row.slot, plan.step, self.vocab_size)] if row.yields & Yield.TOKEN else []
+            for row in plan.rows
+        ]
+        report = Report(plan.epoch, plan.step, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.01, 0.001, 0)
+        result = codec.encode(Result(plan.epoch, plan.step, tokens, []))
+        self._answers.append((result, codec.encode(report)))
+        self.answering_s += perf_counter() - encoded
+
+    def receive(self, timeout_s: float) -> list[Result | Report]:
+        messages: list[Result | Report] = []
+        began = perf_counter()
+        for data in self._answers.popleft():
+            message = codec.decode_from_stage(data)
+            assert isinstance(message, Result | Report)
+            messages.append(message)
+        self.decode_s.append(perf_counter() - began)
+        return messages

@@ -1,0 +1,170 @@
+"""The mixed load in real time on a real model, under each policy."""
+
+import random
+import time
+from collections.abc import Sequence as Items
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from headrace.bench.figures import Figures, Setting, compare, figures
+from headrace.bench.mixed_load import LoadRequest, LoadShape, capacity, mixed_load
+from headrace.config import EngineConfig
+from headrace.engine.engine import Engine
+from headrace.engine.step_cost import CostFit, StepCost, StepWork
+from headrace.launcher import launch
+from headrace.protocol.sampling_params import SamplingParams
+
+_LONGEST_OUTPUT = 100
+_REQUESTS_TO_CALIBRATE = 12
+# Decode rows of a step in the load that counts as all that the pipeline can serve.
+_ROWS = 8
+
+
+def run_policies(
+    settings: Items[Setting],
+    *,
+    model: str,
+    num_stages: int,
+    requests: int,
+    load: float,
+    seed: int,
+    max_model_len: int,
+) -> dict[str, Any]:
+    """The same load under each setting, each on a pipeline of its own; as JSON.
+
+    load: the arrival rate over what the stages could serve without bubbles, by the cost fitted
+    while a few requests, all at once, run beforehand.
+    """
+    shape = LoadShape(
+        longest_prompt=max_model_len - _LONGEST_OUTPUT, longest_output=_LONGEST_OUTPUT
+    )
+
+    def run(setting: Setting, workload: Items[LoadRequest]) -> _Record:
+        config = EngineConfig(
+            model=model,
+            pipeline_parallel_size=num_stages,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=setting.max_num_batched_tokens,
+            prefill_policy=setting.prefill_policy,
+        )
+        running = launch(config)
+        try:
+            record = _run_load(running.engine, workload)
+        except BaseException:
+            running.stages.close(drain=False)
+            raise
+        running.stages.close(drain=True)
+        return record
+
+    at_once = [
+        replace(r, arrival_s=0.0) for r in mixed_load(shape, _REQUESTS_TO_CALIBRATE, 1, ~seed)
+    ]
+    cost = run(settings[-1], at_once).dearest_cost()
+    rate = load * capacity(shape, cost, _ROWS)
+    workload = mixed_load(shape, requests, rate, seed)
+    records = {setting: run(setting, workload) for setting in settings}
+    errors = [error for record in records.values() for error in record.prediction_errors()]
+    return {
+        "workload": "mixed",
+        "pipeline": model,
+        "shape": f"{shape}, scaled down for {max_model_len} positions",
+        "pp": num_stages,
+        "seed": seed,
+        "requests": requests,
+        "load": load,
+        "requests_per_s": rate,
+        "cost_of_a_stage": asdict(cost),
+        "prediction_error_median": float(np.median(errors)),
+        **compare({setting: record.figures() for setting, record in records.items()}),
+    }
+
+
+class _ForetellingFit(CostFit):
+    """Notes of each step its work, the seconds predicted before it was measured, and measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps_seen: list[tuple[StepWork, float, float]] = []
+
+    def add(self, work: StepWork, seconds: float) -> None:
+        if work.tokens:
+            self.steps_seen.append((work, self.cost.seconds(work), seconds))
+        super().add(work, seconds)
+
+
+@dataclass
+class _Record:
+    """What a load's run measured, in seconds since its start, up to the last arrival (ttft: all).
+
+    empty_s: time without requests. steps: how many each stage had reported.
+    """
+
+    fits: list[_ForetellingFit]
+    ttft: list[float] = field(default_factory=list)
+    empty_s: float = 0.0
+    span_s: float = 0.0
+    busy_s: float = 0.0
+    steps: int = 0
+    output_tokens: int = 0
+
+    def prediction_errors(self) -> list[float]:
+        """Of every stage's every step, relative to what was measured."""
+        seen = [step for fit in self.fits for step in fit.steps_seen]
+        return [abs(predicted - measured) / measured for _, predicted, measured in seen]
+
+    def dearest_cost(self) -> StepCost:
+        """Of the stage that took the most time."""
+        return max(self.fits, key=lambda fit: sum(s for _, _, s in fit.steps_seen)).cost
+
+    def figures(self) -> Figures:
+        """Summed up."""
+        stages = [fit.steps_seen[: self.steps] for fit in self.fits]
+        return figures(
+            costs=[max(s for _, _, s in step) for step in zip(*stages, strict=True)],
+            busy_s=self.busy_s,
+            present_s=self.span_s - self.empty_s,
+            span_s=self.span_s,
+            output_tokens=self.output_tokens,
+            total_tokens=sum(work.tokens for work, _, _ in stages[0]),
+            ttft=self.ttft,
+        )
+
+
+def _run_load(engine: Engine, load: Items[LoadRequest]) -> _Record:
+    """Run the load to its end on an engine that has not run yet."""
+    record = _Record([_ForetellingFit() for _ in engine.costs])
+    engine.costs = [*record.fits]
+    waiting_since: dict[int, float] = {}
+    arrived = 0
+    output_tokens = 0
+    started = time.monotonic()
+    while arrived < len(load) or not engine.settled:
+        now = time.monotonic() - started
+        while arrived < len(load) and load[arrived].arrival_s <= now:
+            request = load[arrived]
+            arrived += 1
+            params = SamplingParams(max_tokens=request.output_length, ignore_eos=True)
+            number = engine.add(_prompt(arrived, request.prompt_length, engine.vocab_size), params)
+            waiting_since[number] = request.arrival_s
+            if arrived == len(load):
+                record.span_s, record.output_tokens = now, output_tokens
+                record.busy_s = sum(usage.busy_s for usage in engine.usage) / len(engine.usage)
+                record.steps = min(len(fit.steps_seen) for fit in record.fits)
+        until_next = load[arrived].arrival_s - now if arrived < len(load) else 1.0
+        empty = engine.scheduler.idle and arrived < len(load)
+        deltas = engine.step(min(max(until_next, 0.0), 1.0))
+        if empty:
+            record.empty_s += time.monotonic() - started - now
+        for delta in deltas:
+            output_tokens += 1
+            came = waiting_since.pop(delta.request_id, None)
+            if came is not None:
+                record.ttft.append(time.monotonic() - started - came)
+    return record
+
+
+def _prompt(number: int, length: int, vocab_size: int) -> list[int]:
+    """Tokens at random, so that no two prompts begin alike."""
+    return random.Random(number).choices(range(vocab_size), k=length)

@@ -1,0 +1,43 @@
+import json
+
+import pytest
+import typer
+
+from headrace.cli.bench import app
+from headrace.errors import UsageError
+
+
+def run(*arguments: str) -> None:
+    typer.main.get_command(app).main(["scheduler", *arguments], standalone_mode=False)
+
+
+def test_running_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--running", "2", "--context-len", "16", "--json")
+    assert json.loads(capsys.readouterr().out)["running"] == 2
+
+
+def test_a_workload_prints_one_json_object_or_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--workload", "mixed", "--prefill-policy", "even", "--requests", "8", "-pp", "2"]
+    run(*flags, "--json")
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["pp"], answer["requests"]) == (2, 8)
+    assert [policy["prefill_policy"] for policy in answer["policies"]] == ["even"]
+    run(*flags)
+    assert "bubble" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--running N or --workload mixed"),
+        (["--running", "1", "--workload", "mixed"], "either"),
+        (["--running", "0"], "--running must be from 1"),
+        (["--workload", "odd"], "--workload 'odd'"),
+        (["--workload", "mixed", "--prefill-policy", "x"], "--prefill-policy 'x'"),
+        (["--workload", "mixed", "--load", "0"], "--load must be above 0"),
+        (["--workload", "mixed", "--requests", "1"], "--requests must be from 2"),
+    ],
+)
+def test_wrong_usage_says_what_to_do(arguments: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        run(*arguments)

@@ -1,0 +1,227 @@
+"""`AsyncLLM` as an asyncio program meets it."""
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace import LLM, AsyncLLM, SamplingParams
+from headrace.engine.outputs import RequestOutput
+from headrace.errors import PipelineError, UsageError
+from tiny_checkpoints import write_tiny_gguf
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+PROMPTS = ["one", "two", "six"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf"))
+
+
+@pytest.fixture(scope="module")
+def engine(model: str) -> Iterator[AsyncLLM]:
+    with AsyncLLM(model, pipeline_parallel_size=2, max_num_seqs=4) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> dict[str, list[int]]:
+    """What each prompt gives through LLM."""
+    with LLM(model) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY)
+    return {prompt: o.outputs[0].token_ids for prompt, o in zip(PROMPTS, outputs, strict=True)}
+
+
+async def last_of(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
+    return [output async for output in stream][-1]
+
+
+def test_every_output_is_everything_so_far(
+    engine: AsyncLLM, expected: dict[str, list[int]]
+) -> None:
+    async def run() -> list[RequestOutput]:
+        return [output async for output in engine.generate("one", GREEDY)]
+
+    outputs = asyncio.run(run())
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    for output in outputs:
+        tokens = output.outputs[0].token_ids
+        assert tokens == expected["one"][: len(tokens)]
+    whole = outputs[-1].outputs[0]
+    assert whole.token_ids == expected["one"]
+    assert whole.text == engine.running.tokenizer.decode(whole.token_ids)
+    assert len(whole.token_times_s) == 12
+    assert outputs[-1].prompt == "one"
+
+
+def test_requests_at_once_have_answers_of_their_own_in_any_event_loop(
+    engine: AsyncLLM, expected: dict[str, list[int]]
+) -> None:
+    async def run() -> list[RequestOutput]:
+        return await asyncio.gather(*(last_of(engine.generate(p, GREEDY)) for p in PROMPTS * 4))
+
+    for _ in range(2):
+        for prompt, output in zip(PROMPTS * 4, asyncio.run(run()), strict=True):
+            assert output.outputs[0].token_ids == expected[prompt]
+
+
+def test_cancelling_a_task_aborts_its_request_and_harms_no_other(
+    engine: AsyncLLM, expected: dict[str, list[int]]
+) -> None:
+    async def run() -> list[int]:
+        started = asyncio.Event()
+
+        async def cancelled() -> None:
+            async for _ in engine.generate("cancel", LONG):
+                started.set()
+
+        task = asyncio.create_task(cancelled())
+        other = asyncio.create_task(last_of(engine.generate("two", GREEDY)))
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        tokens = (await other).outputs[0].token_ids
+        # Four slots, all needed: the cancelled request has given its own back.
+        await asyncio.gather(*(last_of(engine.generate("six", LONG)) for _ in range(4)))
+        return tokens
+
+    assert asyncio.run(run()) == expected["two"]
+    assert not engine._streams
+    assert not engine._thread._streams
+
+
+def test_a_request_cancelled_before_the_engine_has_it_is_aborted(engine: AsyncLLM) -> None:
+    async def run() -> None:
+        tasks = [asyncio.create_task(last_of(engine.generate("early", LONG))) for _ in range(20)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await last_of(engine.generate("one", GREEDY))
+
+    asyncio.run(run())
+    assert not engine._thread._streams
+
+
+def test_a_slow_reader_holds_up_nobody_and_is_given_all_at_once(engine: AsyncLLM) -> None:
+    async def run() -> list[int]:
+        slow = engine.generate("slow", GREEDY)
+        seen = [len((await anext(slow)).outputs[0].token_ids)]
+        # Others run to their ends, this one too, while its reader is away.
+        for _ in range(3):
+            await last_of(engine.generate("fast", LONG))
+        seen += [len(output.outputs[0].token_ids) async for output in slow]
+        return seen
+
+    seen = asyncio.run(run())
+    assert len(seen) == 2
+    assert seen[-1] == 12
+
+
+def test_abort_ends_the_stream_with_what_there_is(engine: AsyncLLM) -> None:
+    async def run() -> RequestOutput:
+        stream = engine.generate("abort", LONG, "mine")
+        await anext(stream)
+        await engine.abort("mine")
+        await engine.abort("nobody's")
+        return await last_of(stream)
+
+    output = asyncio.run(run())
+    assert output.request_id == "mine"
+    assert output.outputs[0].finish_reason == "abort"
+    assert 0 < len(output.outputs[0].token_ids) < 100
+
+
+def test_leaving_the_loop_early_aborts_the_request(engine: AsyncLLM) -> None:
+    async def run() -> None:
+        async for _ in engine.generate("leave", LONG):
+            break
+        gc.collect()
+        await last_of(engine.generate("one", GREEDY))
+
+    asyncio.run(run())
+    assert not engine._streams
+
+
+def test_a_running_request_id_is_refused(engine: AsyncLLM) -> None:
+    async def run() -> None:
+        first = engine.generate("a", LONG, "same")
+        await anext(first)
+        with pytest.raises(UsageError, match="request_id 'same' is running already"):
+            await anext(engine.generate("b", LONG, "same"))
+        await first.aclose()  # type: ignore[attr-defined]
+        await last_of(engine.generate("c", GREEDY, "same"))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "reason"),
+    [
+        ([1, 300], GREEDY, "prompt token 300 is not in the vocabulary"),
+        ("", GREEDY, "empty"),
+        ("x" * 200, GREEDY, "200 tokens"),
+        (None, GREEDY, "a prompt is a text or a list of token ids, not None"),
+        ("a", SamplingParams(logit_bias={300: 1.0}), "logit_bias 300"),
+        ("a", SamplingParams(stop_token_ids=[300]), "stop_token_ids 300"),
+        ("a", SamplingParams(logprobs=301), "logprobs must be at most 300"),
+        ("a", {"temperature": 0}, "sampling_params"),
+    ],
+)
+def test_a_bad_request_is_a_value_error_and_harms_no_other(
+    engine: AsyncLLM, expected: dict[str, list[int]], prompt: object, params: object, reason: str
+) -> None:
+    async def run() -> list[int]:
+        other = asyncio.create_task(last_of(engine.generate("six", GREEDY)))
+        with pytest.raises(ValueError, match=reason):
+            await last_of(engine.generate(prompt, params))  # type: ignore[arg-type]
+        return (await other).outputs[0].token_ids
+
+    assert asyncio.run(run()) == expected["six"]
+
+
+def test_closing_ends_running_requests_and_refuses_new_ones(model: str) -> None:
+    async def run() -> RequestOutput:
+        async with AsyncLLM(model) as engine:
+            stream = engine.generate("running", LONG)
+            await anext(stream)
+        engine.close()
+        with pytest.raises(UsageError, match="closed"):
+            await anext(engine.generate("late", GREEDY))
+        return await last_of(stream)
+
+    before = threading.active_count()
+    assert asyncio.run(run()).outputs[0].finish_reason == "abort"
+    assert threading.active_count() == before
+
+
+def test_a_dead_stage_ends_every_stream_with_its_error(model: str) -> None:
+    async def run() -> None:
+        with AsyncLLM(model, pipeline_parallel_size=2) as engine:
+            streams = [engine.generate(prompt, LONG) for prompt in PROMPTS]
+            for stream in streams:
+                await anext(stream)
+            os.kill(engine.running.stages._stages[1].process.pid, signal.SIGKILL)
+            for stream in streams:
+                with pytest.raises(PipelineError, match=r"stage 1 .* was killed by signal 9"):
+                    await last_of(stream)
+            with pytest.raises(PipelineError, match="stage 1"):
+                await anext(engine.generate("late", GREEDY))
+
+    asyncio.run(run())
+
+
+def test_a_forgotten_engine_ends_its_stages(tmp_path: Path, model: str) -> None:
+    engine = AsyncLLM(model)
+    processes = [stage.process for stage in engine.running.stages._stages]
+    del engine
+    gc.collect()
+    assert all(process.poll() is not None for process in processes)
