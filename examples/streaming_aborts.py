@@ -1,8 +1,8 @@
 """Fifty requests streamed at once, some left midway: does anybody notice?
 
-Streams 50 requests through AsyncLLM twice: once untouched, once with a third of them aborted at
-random moments (their tasks cancelled, or their loops left). What remains must be the same, token for
-token, and what the aborted ones had must be the beginning of their answers.
+Streams 50 requests through AsyncLLM: once untouched, then three times with a third of them aborted
+at random moments (their tasks cancelled, or their loops left). What remains must be the same, token
+for token, and what the aborted ones had must be the beginning of their answers.
 
 usage: python examples/streaming_aborts.py [MODEL] [STAGES]
 """

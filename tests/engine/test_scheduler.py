@@ -1,7 +1,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -14,13 +14,12 @@ from hypothesis.stateful import (
 from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.errors import PipelineError, UsageError
-from headrace.protocol.messages import Result
+from headrace.protocol.messages import Result, RowLogprobs, TokenLogprobs
 from headrace.protocol.plan import Plan, TokenRef, Yield
 from headrace.protocol.sampling_params import SamplingParams, resolve
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, SEQS, BUDGET = 4, 11, 40, 4, 7
 EOS = 1
-PHASES = [Phase.generate]
 
 
 def scheduler(**changes: Any) -> Scheduler:
@@ -201,7 +200,7 @@ class Load(RuleBasedStateMachine):
 
 
 TestLoad = Load.TestCase
-TestLoad.settings = settings(max_examples=150, stateful_step_count=50, deadline=None, phases=PHASES)
+TestLoad.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 
 
 def test_a_lone_sequence_is_planned_ahead_by_references() -> None:
@@ -326,3 +325,146 @@ def test_a_request_larger_than_the_whole_cache_is_refused() -> None:
     engine = scheduler(num_blocks=5)
     with pytest.raises(UsageError, match="kv-cache-memory"):
         engine.add(sequence(0, prompt=10, outputs=20))
+
+
+def run(engine: Scheduler, plans: int) -> list[Plan]:
+    """So many plans, each with its result at once."""
+    made = []
+    for _ in range(plans):
+        plan = engine.plan()
+        if plan is None:
+            break
+        made.append(plan)
+        engine.take_result(result_of(plan))
+    return made
+
+
+def test_a_prefix_is_found_by_whoever_begins_with_the_same_tokens() -> None:
+    engine = scheduler()
+    tokens = list(range(2, 15))
+    first, same, longer, other = (
+        sequence(0, tokens, 2),
+        sequence(1, tokens, 2),
+        sequence(2, [*tokens[:8], 50, 51, 52, 53, 54], 2),
+        sequence(3, [50, *tokens[1:]], 2),
+    )
+    engine.add(first)
+    run(engine, 5)
+    for one in (same, longer, other):
+        engine.add(one)
+    run(engine, 9)
+    cached = [s.cached_tokens for s in (first, same, longer, other)]
+    # Three full blocks of the thirteen tokens; two are common with the longer one.
+    assert cached == [0, 12, 8, 0]
+
+
+def test_a_prefix_that_this_very_step_computes_is_waited_for() -> None:
+    engine = scheduler(max_num_batched_tokens=40)
+    tokens = list(range(2, 15))
+    both = [sequence(n, tokens, 2) for n in range(2)]
+    for one in both:
+        engine.add(one)
+    first, second = engine.plan(), engine.plan()
+    assert first is not None
+    assert second is not None
+    assert [len(row.inputs) for row in first.rows] == [13]
+    # The first one's token is on its way: the other's one new token fills the step.
+    assert [len(row.inputs) for row in second.rows] == [1]
+    assert second.admitted[0].computed == 12
+    assert both[1].cached_tokens == 12
+
+
+def test_without_prefix_caching_nothing_is_found() -> None:
+    engine = scheduler(prefix_caching=False)
+    for number in range(2):
+        engine.add(sequence(number, list(range(2, 15)), 2))
+        run(engine, 5)
+    assert all(admission.computed == 0 for plan in run(engine, 5) for admission in plan.admitted)
+
+
+def test_the_newest_is_preempted_and_comes_back_with_its_tokens() -> None:
+    engine = scheduler(num_blocks=8, num_microbatches=1)
+    old, new = (sequence(n, 8, 16, ignore_eos=True) for n in range(2))
+    engine.add(old)
+    run(engine, 2)
+    engine.add(new)
+    while not engine.preemptions:
+        run(engine, 1)
+    assert old.slot is not None
+    assert new.slot is None
+    before = list(new.outputs)
+    assert before
+    admitted = [a for plan in run(engine, 60) for a in plan.admitted]
+    assert [(a.prompt, a.outputs[: len(before)]) for a in admitted] == [(new.prompt, before)]
+    assert [s.finish_reason for s in (old, new)] == ["length", "length"]
+    assert (len(old.outputs), len(new.outputs)) == (16, 16)
+
+
+def test_a_preempted_sequence_is_admitted_only_when_nothing_of_it_is_in_flight() -> None:
+    engine = scheduler(num_blocks=6, num_microbatches=1, window=6)
+    old, new = (sequence(n, 4, 16, ignore_eos=True) for n in range(2))
+    engine.add(old)
+    engine.add(new)
+    in_flight: list[Plan] = []
+    for _ in range(200):
+        while (plan := engine.plan()) is not None:
+            if plan.admitted and engine.preemptions:
+                assert new.in_flight == 1, "the row that has just been planned"
+            in_flight.append(plan)
+        if not in_flight:
+            break
+        engine.take_result(result_of(in_flight.pop(0)))
+    assert engine.preemptions
+    assert engine.idle
+
+
+def test_priorities_come_before_the_order_of_arrival() -> None:
+    engine = scheduler(max_num_seqs=1)
+    order = [sequence(n, 3, 1, priority=p) for n, p in enumerate([1, 0, 1, -1])]
+    for one in order:
+        engine.add(one)
+    admitted = [a.prompt[0] - 100 for plan in run(engine, 20) for a in plan.admitted]
+    assert admitted == [3, 1, 0, 2]
+
+
+def test_while_there_is_prefill_a_lone_row_leaves_steps_to_the_chunks() -> None:
+    """A row whose token is not back would hold up the chunks in its step."""
+    engine = scheduler(num_microbatches=3, window=6, max_num_batched_tokens=5)
+    engine.add(sequence(0, 2, 15, ignore_eos=True))
+    engine.add(sequence(1, 30, 2))
+    plans = [plan for _ in range(6) if (plan := engine.plan())]
+    assert len(plans) == 6
+    for plan in plans:
+        for row in plan.rows:
+            for token in row.inputs:
+                assert isinstance(token, int) or plan.step - token.step >= 3
+        assert sum(len(row.inputs) for row in plan.rows) == 5, "chunks fill every step"
+
+
+def test_prompt_logprobs_that_came_before_a_preemption_are_not_given_twice() -> None:
+    engine = scheduler(num_blocks=10, num_microbatches=1, max_num_batched_tokens=2, max_num_seqs=2)
+    old = sequence(0, 4, 30, ignore_eos=True)
+    new = sequence(1, 28, 3, ignore_eos=True, prompt_logprobs=0)
+    engine.add(old)
+    run(engine, 3)
+    engine.add(new)
+    came: list[TokenLogprobs] = []
+    had_before = None
+    while not engine.idle:
+        plan = engine.plan()
+        assert plan is not None
+        if engine.preemptions and had_before is None:
+            had_before = len(came)
+        reports = []
+        for number, row in enumerate(plan.rows):
+            if row.yields & Yield.PROMPT_LOGPROBS:
+                assert row.start is not None
+                following = range(row.start + 1, min(row.start + len(row.inputs) + 1, 28))
+                entries = [TokenLogprobs([place], [0.0], 1) for place in following]
+                reports.append(RowLogprobs(number, None, entries))
+        tokens = result_of(plan).tokens
+        for accepted in engine.take_result(Result(0, plan.step, tokens, reports)):
+            came += accepted.prompt_logprobs or []
+    assert had_before is not None
+    assert 0 < had_before < 27, "it was preempted in the middle of its prompt"
+    assert [entry.ids[0] for entry in came] == list(range(1, 28))

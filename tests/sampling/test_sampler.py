@@ -70,7 +70,7 @@ def test_random_numbers_are_those_of_the_first_release() -> None:
 
 def test_waiting_times_are_exponential_and_of_mean_one() -> None:
     times = np.sort(waiting_times(1, 2, 100_000).astype(np.float64))
-    # Kolmogorov and Smirnov: 1.95 / sqrt(n) is exceeded once in a thousand times; the seed is fixed.
+    # Kolmogorov and Smirnov: exceeds 1.95 / sqrt(n) once in a thousand times; the seed is fixed.
     steps = np.arange(1, len(times) + 1) / len(times)
     assert np.abs(steps - (1 - np.exp(-times))).max() < 1.95 / math.sqrt(len(times))
 

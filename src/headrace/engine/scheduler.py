@@ -4,12 +4,13 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.microbatches import Microbatches
+from headrace.engine.plan_draft import PlanDraft, StepInFlight
 from headrace.engine.prefill_policy import (
     PrefillPolicyName,
     Situation,
@@ -29,7 +30,7 @@ from headrace.engine.step_cost import (
 from headrace.engine.waiting import WaitingQueue, by_rank
 from headrace.errors import PipelineError, UsageError
 from headrace.protocol.messages import Result, TokenLogprobs
-from headrace.protocol.plan import Admission, BlocksAppended, Plan, Row, TokenRef, Yield
+from headrace.protocol.plan import Admission, BlocksAppended, Plan, TokenRef
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,33 +62,6 @@ class Accepted(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: list[TokenLogprobs] | None
 
 
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A step without result yet. samples: which rows yield a token. starts: the first position of
-    each row that yields prompt logprobs."""
-
-    step: int
-    rows: list[Sequence]
-    samples: list[bool]
-    starts: dict[int, int]
-
-
-@dataclass(slots=True)
-class _Draft:
-    """The plan that is being made. group: whose turn it is; decode_rows: how many rows decode."""
-
-    step: int
-    rows: list[Row] = field(default_factory=list)
-    sequences: list[Sequence] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
-    starts: dict[int, int] = field(default_factory=dict)
-    admitted: list[Admission] = field(default_factory=list)
-    appended: list[BlocksAppended] = field(default_factory=list)
-    group: int = 0
-    decode_rows: int = 0
-    work: StepWork = NO_WORK
-
-
 class Scheduler:
     """First come, first served within a priority; decode rows before prefill chunks.
 
@@ -114,7 +88,7 @@ class Scheduler:
         self._groups = Microbatches(config.num_microbatches)
         # Those whose slot and blocks the next plan gives back.
         self._releasing: list[Sequence] = []
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._next_step = 0
         self._arrivals = 0
         self.preemptions = 0
@@ -198,23 +172,15 @@ class Scheduler:
         """The next plan, or None if the window is full or there is nothing to do."""
         if len(self._in_flight) >= self.config.window:
             return None
-        draft = _Draft(self._next_step)
+        draft = PlanDraft(self._next_step)
         self._groups.even_out(self.cost)
         self._plan_rows(draft)
         if not draft.rows and not self._releasing:
             return None
         self._groups.planned(draft.group, draft.decode_rows)
         self._cache.step_planned()
-        plan = Plan(
-            epoch=self.config.epoch,
-            step=draft.step,
-            microbatch=draft.group,
-            rows=draft.rows,
-            admitted=draft.admitted,
-            appended=draft.appended,
-            released=self._release(),
-        )
-        self._in_flight.append(_InFlight(plan.step, draft.sequences, draft.samples, draft.starts))
+        plan = draft.plan(self.config.epoch, self._release())
+        self._in_flight.append(draft.in_flight())
         self._next_step += 1
         self.newest_work = draft.work
         return plan
@@ -272,7 +238,7 @@ class Scheduler:
 
     # What a step carries
 
-    def _plan_rows(self, draft: _Draft) -> None:
+    def _plan_rows(self, draft: PlanDraft) -> None:
         """Fill the draft with rows, if possible with none whose token comes late."""
         turns = self._groups.turns()
         if self._prefill_possible:
@@ -287,11 +253,10 @@ class Scheduler:
                 draft.group = group
                 self._plan_decode_rows(draft, in_time)
 
-    def _plan_decode_rows(self, draft: _Draft, in_time: bool) -> None:
+    def _plan_decode_rows(self, draft: PlanDraft, in_time: bool) -> None:
         """A row for each member of the group that has room; in_time: whose token is no younger
         than a round of turns, and so will not hold up the others."""
         newest = draft.step - (self._groups.count if in_time else 0)
-        attended = 0
         size = self.config.block_size
         token: int | TokenRef
         start: int | None
@@ -311,24 +276,14 @@ class Scheduler:
             ):
                 # Preempted by an older row of this very step, or to wait until there is room.
                 continue
-            assert sequence.slot is not None
-            draft.rows.append(Row(sequence.slot, [token], start, Yield.TOKEN))
-            sequence.newest_sample = TokenRef(draft.step, len(draft.rows) - 1)
-            sequence.planned_positions = position + 1
-            sequence.planned_outputs += 1
-            sequence.in_flight += 1
-            draft.sequences.append(sequence)
-            draft.samples.append(True)
-            attended += position + 1
-        draft.decode_rows = rows = len(draft.rows)
-        draft.work = StepWork(tokens=rows, attended=attended, sampled=rows)
+            draft.add_decode_row(sequence, token, start)
 
     @property
     def _prefill_possible(self) -> bool:
         """Whether there is prefill that a step could take on."""
         return bool(self._prefilling) or bool(self._waiting and self._free_slots)
 
-    def _plan_chunks(self, draft: _Draft) -> None:
+    def _plan_chunks(self, draft: PlanDraft) -> None:
         """Prefill chunks, as much as the policy allows: of running sequences, then of new ones."""
         allowance = self._policy.allow(self._situation(draft))
         for sequence in list(self._prefilling):
@@ -355,7 +310,7 @@ class Scheduler:
             self._admit(draft, sequence, cached)
             self._add_chunk(draft, sequence, count)
 
-    def _situation(self, draft: _Draft) -> Situation:
+    def _situation(self, draft: PlanDraft) -> Situation:
         groups = total_work(self._groups.work(n) for n in range(self._groups.count))
         running = [
             StepWork(s.prefill_left, chunk_attended(s.planned_positions, s.prefill_left), 1)
@@ -381,7 +336,7 @@ class Scheduler:
         share = min(1.0, len(self._free_slots) / len(self._waiting), positions / waiting.tokens)
         return StepWork(*(int(part * share) for part in waiting))
 
-    def _plan_chunk(self, draft: _Draft, sequence: Sequence, allowance: StepAllowance) -> bool:
+    def _plan_chunk(self, draft: PlanDraft, sequence: Sequence, allowance: StepAllowance) -> bool:
         """A further chunk of a sequence that is being prefilled; False if there was no room."""
         start = sequence.planned_positions
         room = (len(sequence.blocks) + self._pool.free) * self.config.block_size - start
@@ -394,37 +349,17 @@ class Scheduler:
         self._add_chunk(draft, sequence, count)
         return True
 
-    def _add_chunk(self, draft: _Draft, sequence: Sequence, count: int) -> None:
-        assert sequence.slot is not None
-        start = sequence.planned_positions
-        end = start + count
+    def _add_chunk(self, draft: PlanDraft, sequence: Sequence, count: int) -> None:
         self._append_blocks(draft, sequence, count)
-        yields = Yield.NOTHING
-        if end == len(sequence.known):
-            yields |= Yield.TOKEN
-            sequence.planned_outputs += 1
-            sequence.newest_sample = TokenRef(draft.step, len(draft.rows))
-        if sequence.wants_prompt_logprobs and start < len(sequence.prompt) - 1:
-            yields |= Yield.PROMPT_LOGPROBS
-            draft.starts[len(draft.rows)] = start
-        inputs: list[int | TokenRef] = list(sequence.known[start:end])
-        draft.rows.append(Row(sequence.slot, inputs, start, yields))
-        draft.sequences.append(sequence)
-        sampled = end == len(sequence.known)
-        draft.samples.append(sampled)
-        sequence.planned_positions = end
-        sequence.in_flight += 1
-        draft.work = total_work(
-            [draft.work, StepWork(count, chunk_attended(start, count), sampled)]
-        )
+        last = draft.add_chunk(sequence, count)
         self._cache.chunk_planned(sequence)
-        if sampled:
+        if last:
             self._prefilling.remove(sequence)
             self._groups.join(sequence, draft.group)
 
     # Who runs
 
-    def _admit(self, draft: _Draft, sequence: Sequence, cached: list[int]) -> None:
+    def _admit(self, draft: PlanDraft, sequence: Sequence, cached: list[int]) -> None:
         self._waiting.remove(sequence)
         self._pool.share(cached)
         slot = self._free_slots.pop()
@@ -471,7 +406,7 @@ class Scheduler:
     def _blocks_for(self, positions: int) -> int:
         return -(-positions // self.config.block_size)
 
-    def _append_blocks(self, draft: _Draft, sequence: Sequence, tokens: int) -> bool:
+    def _append_blocks(self, draft: PlanDraft, sequence: Sequence, tokens: int) -> bool:
         """Blocks for the next tokens; False, with room on the way, if there are not enough."""
         missing = self._blocks_for(sequence.planned_positions + tokens) - len(sequence.blocks)
         if missing > self._pool.free:

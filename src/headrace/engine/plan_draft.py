@@ -1,0 +1,95 @@
+"""The plan that is being made, row by row, and what is kept of it until its result arrives."""
+
+from dataclasses import dataclass, field
+
+from headrace.engine.request import Sequence
+from headrace.engine.step_cost import StepWork, chunk_attended
+from headrace.protocol.plan import Admission, BlocksAppended, Plan, Row, TokenRef, Yield
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A step without result yet. samples: which rows yield a token. starts: the first position of
+    each row that yields prompt logprobs."""
+
+    step: int
+    rows: list[Sequence]
+    samples: list[bool]
+    starts: dict[int, int]
+
+
+@dataclass(slots=True)
+class PlanDraft:
+    """Keeps what sequences have planned in step with the rows it is given.
+
+    group: whose turn it is; decode_rows: how many of the rows decode, all of that group.
+    """
+
+    step: int
+    group: int = 0
+    decode_rows: int = 0
+    rows: list[Row] = field(default_factory=list)
+    admitted: list[Admission] = field(default_factory=list)
+    appended: list[BlocksAppended] = field(default_factory=list)
+    _tokens: int = 0
+    _attended: int = 0
+    _sequences: list[Sequence] = field(default_factory=list)
+    _samples: list[bool] = field(default_factory=list)
+    _starts: dict[int, int] = field(default_factory=dict)
+
+    def add_decode_row(self, sequence: Sequence, token: int | TokenRef, start: int | None) -> None:
+        """A row with one token; start is its position, None for a reference."""
+        assert sequence.slot is not None
+        self.rows.append(Row(sequence.slot, [token], start, Yield.TOKEN))
+        sequence.planned_positions += 1
+        self._note(sequence, samples=True)
+        self.decode_rows += 1
+        self._tokens += 1
+        self._attended += sequence.planned_positions
+
+    def add_chunk(self, sequence: Sequence, count: int) -> bool:
+        """A row with the next `count` known tokens; whether that was the last of the prefill."""
+        assert sequence.slot is not None
+        start = sequence.planned_positions
+        end = start + count
+        last = end == len(sequence.known)
+        yields = Yield.TOKEN if last else Yield.NOTHING
+        if sequence.wants_prompt_logprobs and start < len(sequence.prompt) - 1:
+            yields |= Yield.PROMPT_LOGPROBS
+            self._starts[len(self.rows)] = start
+        inputs: list[int | TokenRef] = list(sequence.known[start:end])
+        self.rows.append(Row(sequence.slot, inputs, start, yields))
+        sequence.planned_positions = end
+        self._note(sequence, samples=last)
+        self._tokens += count
+        self._attended += chunk_attended(start, count)
+        return last
+
+    @property
+    def work(self) -> StepWork:
+        """What the step carries so far."""
+        return StepWork(self._tokens, self._attended, sum(self._samples))
+
+    def plan(self, epoch: int, released: list[int]) -> Plan:
+        """The plan, complete."""
+        return Plan(
+            epoch=epoch,
+            step=self.step,
+            microbatch=self.group,
+            rows=self.rows,
+            admitted=self.admitted,
+            appended=self.appended,
+            released=released,
+        )
+
+    def in_flight(self) -> StepInFlight:
+        """What its result has to be matched with."""
+        return StepInFlight(self.step, self._sequences, self._samples, self._starts)
+
+    def _note(self, sequence: Sequence, samples: bool) -> None:
+        if samples:
+            sequence.planned_outputs += 1
+            sequence.newest_sample = TokenRef(self.step, len(self.rows) - 1)
+        sequence.in_flight += 1
+        self._sequences.append(sequence)
+        self._samples.append(samples)
