@@ -4,7 +4,9 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from headrace.engine.engine import Engine
+from headrace.engine.outputs import OutputDelta
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.engine.step_cost import StepWork
 from headrace.errors import PipelineError, UsageError
 from headrace.protocol.messages import Report, Result
 from headrace.protocol.plan import Plan, Yield
@@ -102,3 +104,70 @@ def test_a_silent_pipeline_is_an_error_that_names_the_step_and_what_was_seen() -
 def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
     with pytest.raises(UsageError, match=f"token {token} is not in the vocabulary"):
         engine(Pipeline()).add([1, token], SamplingParams())
+
+
+def run(target: Engine) -> list[OutputDelta]:
+    deltas = []
+    while not target.scheduler.idle:
+        deltas += target.step()
+    return deltas
+
+
+def test_a_stop_string_ends_a_sequence_whose_last_token_would_have_ended_it_anyway() -> None:
+    target = engine(Pipeline())
+    # Every token is "t3"; a blank is between them.
+    target.add([1], SamplingParams(max_tokens=2, stop="3 t"))
+    deltas = run(target)
+    assert "".join(delta.text for delta in deltas) == "t"
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "3 t")
+    assert target.scheduler.free_blocks == 64
+
+
+def test_what_was_held_back_for_a_stop_string_comes_at_the_end() -> None:
+    target = engine(Pipeline())
+    target.add([1], SamplingParams(max_tokens=2, stop="t3 t3 t3"))
+    assert "".join(delta.text for delta in run(target)) == "t3 t3"
+
+
+def test_an_abort_gives_the_text_that_was_held_back() -> None:
+    target = engine(Pipeline())
+    request = target.add([1], SamplingParams(max_tokens=30, stop="t3 t3 t3 t9"))
+    text = "".join(delta.text for delta in target.step())
+    text += "".join(delta.text for delta in target.abort(request))
+    assert text
+    assert set(text.split()) == {"t3"}
+
+
+def test_n_completions_end_one_by_one_and_are_aborted_together() -> None:
+    target = engine(Pipeline())
+    request = target.add([1], SamplingParams(n=3, max_tokens=2))
+    assert sorted(d.index for d in run(target) if d.finish_reason == "length") == [0, 1, 2]
+    assert not target.is_running(request)
+    request = target.add([1], SamplingParams(n=3, max_tokens=20))
+    assert [d.index for d in target.abort(request)] == [0, 1, 2]
+
+
+def test_costs_are_learnt_from_reports_and_given_to_the_scheduler() -> None:
+    target = engine(Pipeline())
+    target.add([1], SamplingParams(max_tokens=20))
+    run(target)
+    # Each step took 0.75 s by its reports.
+    work = StepWork(1, 10, 1)
+    assert target.costs[0].cost.seconds(work) == pytest.approx(0.75, rel=0.05)
+    assert target.scheduler.cost.seconds(work) == pytest.approx(0.75, rel=0.05)
+    assert not target._works
+
+
+def test_nothing_is_queued_for_a_request_that_is_refused() -> None:
+    target = engine(Pipeline())
+    for params in (
+        SamplingParams(n=2, logit_bias={10: 1.0}),
+        SamplingParams(n=2, stop_token_ids=[10]),
+        SamplingParams(n=2, logprobs=11),
+    ):
+        with pytest.raises(UsageError):
+            target.add([1], params)
+    with pytest.raises(UsageError, match="64"):
+        target.add([1] * 64, SamplingParams(n=2))
+    assert target.scheduler.idle
+    assert not target._requests
