@@ -129,7 +129,6 @@ CACHES = {
     "no prefix cache": (False, 64),
     # One sequence of full length fits, and everybody else is preempted again and again.
     "tiny cache": (True, 1),
-    "tiny cache, no prefix cache": (False, 1),
 }
 
 

@@ -18,7 +18,7 @@ from headrace.engine.stop_strings import StopStrings
 from headrace.errors import PipelineError, UsageError
 from headrace.protocol.messages import Report, Result, TokenLogprobs
 from headrace.protocol.plan import Plan
-from headrace.protocol.sampling_params import MAX_SEED, SamplingParams, resolve
+from headrace.protocol.sampling_params import MAX_SEED, SamplingParams, check_type, resolve
 
 # Odd constant of the 64-bit golden ratio (Steele, Lea, Flood 2014): spreads consecutive request
 # numbers over the seed space.
@@ -85,6 +85,7 @@ class Engine:
 
         Raises UsageError, and queues nothing, if it could never run.
         """
+        check_type("priority", priority, int)
         self._check(prompt, params)
         limit = self.scheduler.config.max_model_len
         max_outputs = limit if params.max_tokens is None else params.max_tokens
