@@ -4,7 +4,7 @@ Streams 50 requests through AsyncLLM: once untouched, then three times with a th
 at random moments (their tasks cancelled, or their loops left). What remains must be the same, token
 for token, and what the aborted ones had must be the beginning of their answers.
 
-usage: python examples/streaming_aborts.py [MODEL] [STAGES]
+usage: python examples/streaming_aborts.py [MODEL] [STAGES]    (about a minute)
 """
 
 import asyncio
@@ -76,6 +76,9 @@ async def round_of(
 
 
 async def main() -> int:
+    if "--help" in sys.argv:
+        print(__doc__)
+        return 0
     model = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
     stages = int(sys.argv[2]) if len(sys.argv) > 2 else 2
     engine = AsyncLLM(

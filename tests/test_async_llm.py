@@ -169,7 +169,7 @@ def test_a_running_request_id_is_refused(engine: AsyncLLM) -> None:
         ([1, 300], GREEDY, "prompt token 300 is not in the vocabulary"),
         ("", GREEDY, "empty"),
         ("x" * 200, GREEDY, "200 tokens"),
-        (None, GREEDY, "a prompt is a text or a list of token ids, not None"),
+        (None, GREEDY, "prompt 0 must be a text or a list of token ids, not None"),
         ("a", SamplingParams(logit_bias={300: 1.0}), "logit_bias 300"),
         ("a", SamplingParams(stop_token_ids=[300]), "stop_token_ids 300"),
         ("a", SamplingParams(logprobs=301), "logprobs must be at most 300"),

@@ -39,6 +39,10 @@ def test_text_and_token_prompts_are_the_same(llm: LLM) -> None:
     ids = llm.running.tokenizer.encode("hello")
     text, tokens = llm.generate("hello", GREEDY)[0], llm.generate(ids, GREEDY)[0]
     assert tokens.prompt is None
+    for same in ({"prompt": "hello"}, {"prompt_token_ids": ids}):
+        again = llm.generate(same, GREEDY)[0]
+        assert again.prompt_token_ids == ids
+        assert again.prompt == same.get("prompt")
     assert text.prompt_token_ids == tokens.prompt_token_ids == ids
     assert text.outputs[0].token_ids == tokens.outputs[0].token_ids
     assert text.outputs[0].text == llm.running.tokenizer.decode(text.outputs[0].token_ids)
@@ -94,15 +98,17 @@ def test_open_streams_and_generate_keep_each_others_tokens(llm: LLM) -> None:
         ([[1, 300]], GREEDY, "token 300 is not in the vocabulary"),
         ([[-1]], GREEDY, "token -1 is not in the vocabulary"),
         ([""], GREEDY, "empty"),
+        (["a", ""], GREEDY, "prompt 1: the prompt is empty"),
         (["x" * 128], GREEDY, "128 tokens"),
         (["a", "b"], [GREEDY], "1 sampling parameters were given for 2 prompts"),
-        ([None], GREEDY, "a prompt is a text or a list of token ids, not None"),
-        ([["a"]], GREEDY, "a prompt is a text or a list of token ids"),
-        ([[1.5]], GREEDY, "a prompt is a text or a list of token ids"),
-        (7, GREEDY, "a prompt is a text or a list of token ids, not 7"),
-        ([True, False], GREEDY, "a prompt is a text or a list of token ids, not True"),
-        ({"prompt": "a"}, GREEDY, "a prompt is a text or a list of token ids"),
-        (b"abc", GREEDY, "a prompt is a text or a list of token ids"),
+        ([None], GREEDY, "prompt 0 must be a text or a list of token ids, not None"),
+        (["b", ["a"]], GREEDY, "prompt 1 must be a text or a list of token ids"),
+        ([[1.5]], GREEDY, "prompt 0 must be a text or a list of token ids"),
+        (7, GREEDY, "a prompt must be a text or a list of token ids, not 7"),
+        ([True, False], GREEDY, "prompt 0 must be a text or a list of token ids, not True"),
+        ({"text": "a"}, GREEDY, "the prompt must be a text or a list of token ids"),
+        ({"prompt_token_ids": "a", "prompt": "b"}, GREEDY, "the prompt must be a text"),
+        (b"abc", GREEDY, "a prompt must be a text or a list of token ids"),
         ("\ud800", GREEDY, "not valid Unicode"),
         ("a", {"temperature": 0}, "sampling_params"),
         ("a", "fast", "sampling_params"),
@@ -120,13 +126,19 @@ def test_a_bad_request_is_a_value_error_and_harms_no_other(
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"pipeline_size": 2}, "no setting pipeline_size"),
-        ({"pipeline_parallel_size": "2"}, "pipeline_parallel_size '2': expected `int`"),
-        ({"seed": 1.5}, "seed 1.5: expected `int`"),
-        ({"block_size": True}, "block_size True: expected `int`"),
+        ({"pipeline_size": 2}, "no setting pipeline_size: did you mean pipeline_parallel_size"),
+        ({"pipeline_parallel_size": "2"}, "pipeline_parallel_size must be a whole number, not '2'"),
+        ({"seed": 1.5}, "seed must be a whole number, not 1.5"),
+        ({"block_size": True}, "block_size must be a whole number, not True"),
         ({"num_microbatches": 1000}, "--num-microbatches 1000 is more than the 256 sequences"),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 7}, "must be at least --max-num-seqs 8"),
-        ({"token_feedback": "never"}, "token_feedback 'never'"),
+        (
+            {"token_feedback": "never"},
+            "token_feedback must be one of deferred, blocking, not 'never'",
+        ),
+        ({"kv_cache_memory": "2 cows"}, "--kv-cache-memory '2 cows' is not a size"),
+        ({"kv_cache_memory": 1.5}, "kv_cache_memory must be a whole number or a text or None"),
+        ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization must be above 0"),
         ({"stall_timeout": 0.0}, "--stall-timeout must be above 0"),
     ],
 )

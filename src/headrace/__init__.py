@@ -5,16 +5,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headrace.async_llm import AsyncLLM
     from headrace.config import EngineConfig
+    from headrace.engine.outputs import CompletionOutput, RequestOutput
+    from headrace.errors import HeadraceError, PipelineError, UsageError
     from headrace.llm import LLM
     from headrace.protocol.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "EngineConfig", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "HeadraceError",
+    "PipelineError",
+    "RequestOutput",
+    "SamplingParams",
+    "UsageError",
+]
 
 _HOME = {
     "AsyncLLM": "headrace.async_llm",
-    "LLM": "headrace.llm",
+    "CompletionOutput": "headrace.engine.outputs",
     "EngineConfig": "headrace.config",
+    "HeadraceError": "headrace.errors",
+    "LLM": "headrace.llm",
+    "PipelineError": "headrace.errors",
+    "RequestOutput": "headrace.engine.outputs",
+    "UsageError": "headrace.errors",
     "SamplingParams": "headrace.protocol.sampling_params",
 }
 
@@ -26,3 +43,8 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion."""
+    return [*__all__, "__version__"]

@@ -15,7 +15,7 @@ from headrace.config import EngineConfig
 from headrace.engine.outputs import OutputDelta, OutputGatherer, RequestOutput
 from headrace.errors import HeadraceError, PipelineError, UsageError
 from headrace.launcher import RunningEngine, launch
-from headrace.prompts import Prompt, as_params, as_prompts, token_ids
+from headrace.prompts import Prompt, as_params, as_prompts
 from headrace.protocol.messages import Loading
 from headrace.protocol.sampling_params import SamplingParams
 
@@ -59,13 +59,12 @@ class AsyncLLM:
         pipeline breaks.
         """
         (params,) = as_params(sampling_params, 1)
-        (checked,) = as_prompts([prompt])
-        ids = token_ids(checked, self.running.tokenizer)
+        (tokenized,) = as_prompts([prompt], self.running.tokenizer)
         name = str(next(self._numbers)) if request_id is None else request_id
         if name in self._streams:
             raise UsageError(f"request_id {name!r} is running already: choose another")
-        text = prompt if isinstance(prompt, str) else None
-        gatherer = OutputGatherer(name, text, ids, params)
+        ids = tokenized.token_ids
+        gatherer = OutputGatherer(name, tokenized.text, ids, params)
         stream = _Stream(ids, params, priority, gatherer, asyncio.get_running_loop())
         self._streams[name] = stream
         try:

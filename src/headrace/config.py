@@ -6,7 +6,8 @@ from typing import Any, Literal, get_type_hints
 
 from headrace.engine.prefill_policy import PrefillPolicyName
 from headrace.errors import UsageError
-from headrace.protocol.sampling_params import MAX_SEED, check_type
+from headrace.protocol.checks import check_type, unknown_name
+from headrace.protocol.sampling_params import MAX_SEED
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -28,8 +29,9 @@ class EngineConfig:
         max_num_batched_tokens.
     block_size: positions in a KV-cache block. enable_prefix_caching: keep blocks of requests that
         ended, for others that begin with the same tokens.
-    kv_cache_memory: bytes of cache a stage; None for what gpu_memory_utilization says, the part of
-        the memory free once the weights are loaded that the caches of all stages may take.
+    kv_cache_memory: cache a stage, in bytes or as a text such as 2GiB; None for what
+        gpu_memory_utilization says, the part of the memory free once the weights are loaded that
+        the caches of all stages may take.
     token_feedback: deferred, or blocking (for measuring).
     num_microbatches: groups of sequences that take turns; None for one a stage.
     seed: base of the random numbers of requests without a seed.
@@ -47,7 +49,7 @@ class EngineConfig:
     prefill_policy: PrefillPolicyName = "even"
     block_size: int = 16
     enable_prefix_caching: bool = True
-    kv_cache_memory: int | None = None
+    kv_cache_memory: int | str | None = None
     gpu_memory_utilization: float = 0.5
     token_feedback: Literal["deferred", "blocking"] = "deferred"
     num_microbatches: int | None = None
@@ -61,7 +63,7 @@ class EngineConfig:
             check_type(name, getattr(self, name), kind)
         for name in (
             "pipeline_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
-            "block_size", "kv_cache_memory", "num_microbatches",
+            "block_size", "num_microbatches",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -76,6 +78,8 @@ class EngineConfig:
                 f"--num-microbatches {self.microbatches} is more than the {self.sequences} "
                 "sequences of --max-num-seqs: some would always be empty"
             )
+        if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:
+            raise UsageError("--kv-cache-memory must be at least 1 byte")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise UsageError(
                 "--gpu-memory-utilization must be above 0 and at most 1, not "
@@ -94,10 +98,20 @@ class EngineConfig:
         known = {field.name for field in fields(cls)}
         for name in settings:
             if name not in known:
-                raise UsageError(
-                    f"{user} has no setting {name}: it takes {', '.join(sorted(known))}"
-                )
+                raise unknown_name(user, "setting", name, known)
         return cls(model=model, **settings)
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """Bytes of cache a stage, if they are given. UsageError if they are no size."""
+        if not isinstance(self.kv_cache_memory, str):
+            return self.kv_cache_memory
+        size = parse_size(self.kv_cache_memory)
+        if size is None:
+            raise UsageError(
+                f"--kv-cache-memory {self.kv_cache_memory!r} is not a size such as 2GiB or 500MB"
+            )
+        return size
 
     @property
     def sequences(self) -> int:

@@ -100,7 +100,7 @@ def launch(
             config.block_size,
             max_model_len,
             config.sequences,
-            config.kv_cache_memory,
+            config.kv_cache_bytes,
             config.gpu_memory_utilization,
         )
         stages.allocate_cache(num_blocks, on_progress)

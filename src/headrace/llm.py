@@ -12,7 +12,13 @@ from headrace.engine.outputs import OutputDelta, OutputGatherer, RequestOutput
 from headrace.errors import UsageError
 from headrace.launcher import RunningEngine, launch
 from headrace.progress import batch_progress
-from headrace.prompts import Prompt, as_conversations, as_params, as_prompts, token_ids
+from headrace.prompts import (
+    Prompt,
+    TokenizedPrompt,
+    as_conversations,
+    as_params,
+    as_prompts,
+)
 from headrace.protocol.messages import Loading
 from headrace.protocol.sampling_params import SamplingParams
 
@@ -36,6 +42,7 @@ class LLM:
         # What arrived for each open request and was not taken yet.
         self._arrived: dict[int, deque[OutputDelta]] = {}
         self._end_stages = weakref.finalize(self, self.running.stages.close, drain=False)
+        self._ended_by = "close()"
 
     def generate(
         self,
@@ -53,10 +60,8 @@ class LLM:
         never run, PipelineError if the pipeline breaks. An error or interrupt inside the engine
         closes this LLM.
         """
-        batch = as_prompts(prompts)
-        texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
-        ids = [token_ids(prompt, self.running.tokenizer) for prompt in batch]
-        return self._complete(texts, ids, sampling_params, use_tqdm, priority)
+        batch = as_prompts(prompts, self.running.tokenizer)
+        return self._complete(batch, sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -73,9 +78,11 @@ class LLM:
         """
         conversations = as_conversations(messages)
         tokenizer = self.running.tokenizer
-        texts = [tokenizer.render_chat(conversation) for conversation in conversations]
-        ids = [tokenizer.encode_chat(conversation) for conversation in conversations]
-        return self._complete(texts, ids, sampling_params, use_tqdm, priority)
+        batch = [
+            TokenizedPrompt(tokenizer.render_chat(chat), tokenizer.encode_chat(chat))
+            for chat in conversations
+        ]
+        return self._complete(batch, sampling_params, use_tqdm, priority)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
@@ -84,9 +91,9 @@ class LLM:
 
         Several streams may be open at once, and generate() may run meanwhile.
         """
-        (ids,) = (token_ids(p, self.running.tokenizer) for p in as_prompts([prompt]))
+        (tokenized,) = as_prompts([prompt], self.running.tokenizer)
         (params,) = as_params(sampling_params, 1)
-        request_id = self._add(ids, params, priority)
+        request_id = self._add(tokenized.token_ids, params, priority)
         try:
             yield from self._deltas(request_id, params.n)
         finally:
@@ -121,8 +128,7 @@ class LLM:
 
     def _complete(
         self,
-        texts: list[str | None] | list[str],
-        prompts: list[list[int]],
+        prompts: list[TokenizedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
         priority: Sequence[int] | None,
@@ -133,10 +139,17 @@ class LLM:
             raise UsageError(f"{len(priorities)} priorities were given for {len(prompts)} prompts")
         requests: dict[int, OutputGatherer] = {}
         try:
-            for number, (text, ids) in enumerate(zip(texts, prompts, strict=True)):
+            for number, prompt in enumerate(prompts):
                 choice = params[number]
-                request_id = self._add(ids, choice, priorities[number])
-                requests[request_id] = OutputGatherer(str(request_id), text, ids, choice)
+                try:
+                    request_id = self._add(prompt.token_ids, choice, priorities[number])
+                except UsageError as error:
+                    if len(prompts) == 1 or not self._end_stages.alive:
+                        raise
+                    raise UsageError(f"prompt {number}: {error}") from None
+                requests[request_id] = OutputGatherer(
+                    str(request_id), prompt.text, prompt.token_ids, choice
+                )
             with batch_progress(sum(p.n for p in params), shown=use_tqdm) as progress:
                 for request_id, gatherer in requests.items():
                     while not gatherer.finished:
@@ -179,9 +192,10 @@ class LLM:
         self._check_open()
         try:
             deltas = self.running.engine.step()
-        except BaseException:
+        except BaseException as error:
             # Also an interrupt: it may have come between two ranks' copies of one plan.
             self._end_stages()
+            self._ended_by = f"{type(error).__name__}{f' ({error})' if str(error) else ''}"
             raise
         for delta in deltas:
             if delta.request_id in self._arrived:
@@ -190,4 +204,4 @@ class LLM:
 
     def _check_open(self) -> None:
         if not self._end_stages.alive:
-            raise UsageError("this LLM is closed, by close() or by an error: make another")
+            raise UsageError(f"this LLM is closed, by {self._ended_by}: make another")

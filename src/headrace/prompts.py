@@ -2,25 +2,33 @@
 
 import operator
 from collections.abc import Sequence
-from typing import SupportsIndex, cast
+from dataclasses import dataclass
+from typing import Any, SupportsIndex, cast
 
 from headrace.checkpoint.tokenizer import Message, Tokenizer
 from headrace.errors import UsageError
+from headrace.protocol.checks import shortened
 from headrace.protocol.sampling_params import SamplingParams
 
-Prompt = str | Sequence[int]
+# As in vLLM: a text, token ids, or a dict with one of them.
+Prompt = str | Sequence[int] | dict[str, Any]
 
 
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several as a list; raises UsageError for anything else."""
-    if isinstance(prompts, str) or (prompts and _is_ids(prompts)):
-        return [cast(Prompt, prompts)]
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """A prompt as the engine takes it; text is None if it was given as token ids."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> list[TokenizedPrompt]:
+    """One prompt or several, tokenized; raises UsageError for anything else, naming which."""
+    if isinstance(prompts, str | dict) or (prompts and _is_ids(prompts)):
+        return [_tokenized(prompts, "the prompt", tokenizer)]
     if not isinstance(prompts, list | tuple):
-        raise UsageError(f"a prompt is a text or a list of token ids, not {prompts!r}")
-    for item in prompts:
-        if not isinstance(item, str) and not _is_ids(item):
-            raise UsageError(f"a prompt is a text or a list of token ids, not {item!r}")
-    return list(prompts)
+        raise UsageError(_no_prompt("a prompt", prompts))
+    return [_tokenized(item, f"prompt {n}", tokenizer) for n, item in enumerate(prompts)]
 
 
 def as_params(
@@ -35,7 +43,7 @@ def as_params(
         isinstance(p, SamplingParams) for p in params
     ):
         raise UsageError(
-            f"sampling_params must be SamplingParams or a list of them, not {params!r}"
+            f"sampling_params must be SamplingParams or a list of them, not {shortened(params)}"
         )
     if len(params) != count:
         raise UsageError(f"{len(params)} sampling parameters were given for {count} prompts")
@@ -52,15 +60,23 @@ def as_conversations(
             return [list(cast(Sequence[Message], c)) for c in conversations]
     raise UsageError(
         "messages must be a list of {'role': ..., 'content': ...} with texts for values, "
-        f"or a list of such lists, not {messages!r}"
+        f"or a list of such lists, not {shortened(messages)}"
     )
 
 
-def token_ids(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    """The prompt's tokens; raises UsageError for text that is not valid Unicode."""
+def _tokenized(prompt: Any, name: str, tokenizer: Tokenizer) -> TokenizedPrompt:
+    given = prompt
+    if isinstance(prompt, dict) and prompt.keys() in ({"prompt"}, {"prompt_token_ids"}):
+        (prompt,) = prompt.values()
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
-    return [operator.index(token) for token in prompt]
+        return TokenizedPrompt(prompt, tokenizer.encode(prompt))
+    if not _is_ids(prompt):
+        raise UsageError(_no_prompt(name, given))
+    return TokenizedPrompt(None, [operator.index(token) for token in prompt])
+
+
+def _no_prompt(name: str, value: object) -> str:
+    return f"{name} must be a text or a list of token ids, not {shortened(value)}"
 
 
 def _is_ids(prompt: object) -> bool:

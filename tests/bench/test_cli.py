@@ -32,8 +32,11 @@ def test_a_workload_prints_one_json_object_or_a_table(capsys: pytest.CaptureFixt
         ([], "--running N or --workload mixed"),
         (["--running", "1", "--workload", "mixed"], "either"),
         (["--running", "0"], "--running must be from 1"),
-        (["--workload", "odd"], "--workload 'odd'"),
-        (["--workload", "mixed", "--prefill-policy", "x"], "--prefill-policy 'x'"),
+        (["--workload", "odd"], "--workload must be one of mixed, not 'odd'"),
+        (
+            ["--workload", "mixed", "--prefill-policy", "x"],
+            "--prefill-policy must be one of budget, even or None, not 'x'",
+        ),
         (["--workload", "mixed", "--load", "0"], "--load must be above 0"),
         (["--workload", "mixed", "--requests", "1"], "--requests must be from 2"),
     ],

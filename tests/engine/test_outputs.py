@@ -27,7 +27,12 @@ def test_tokens_text_and_times_add_up() -> None:
     gatherer.take(delta(7, "bc", 13.0, reason="length", logprob=-1.0))
     last = gatherer.output()
     (early,), (late,) = first.outputs, last.outputs
-    assert (early.token_ids, early.text, early.finished, first.finished) == ([5], "a", False, False)
+    assert (early.token_ids, early.text, early.finished(), first.finished) == (
+        [5],
+        "a",
+        False,
+        False,
+    )
     assert (late.token_ids, late.text, late.finish_reason) == ([5, 6, 7], "abc", "length")
     assert last.finished
     assert late.token_times_s == [1.0, 1.5, 3.0]

@@ -106,14 +106,16 @@ def test_only_finite_numbers_are_taken(field: str, value: float) -> None:
     ],
 )  # fmt: skip
 def test_a_value_of_the_wrong_type_is_named_with_its_field(field: str, value: Any) -> None:
-    with pytest.raises(UsageError, match=rf"^{field} .*expected"):
+    with pytest.raises(UsageError, match=rf"^{field} must be .*, not "):
         params(**{field: value})
 
 
-def test_an_unknown_field_is_named_with_those_there_are() -> None:
-    with pytest.raises(UsageError, match=r"no field topp: it takes .*temperature.*top_p") as caught:
+def test_an_unknown_field_is_named_with_the_likeliest_or_all_there_are() -> None:
+    with pytest.raises(UsageError, match=r"no field topp: did you mean top_p\?") as caught:
         params(topp=0.5)
     assert isinstance(caught.value, ValueError)
+    with pytest.raises(UsageError, match=r"no field speed_up: it takes .*temperature.*top_p"):
+        params(speed_up=2)
 
 
 def test_several_greedy_completions_are_refused() -> None:

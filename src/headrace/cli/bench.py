@@ -11,7 +11,7 @@ from rich.table import Table
 from headrace.bench.engine_cost import engine_cost
 from headrace.bench.figures import SETTINGS
 from headrace.errors import UsageError
-from headrace.protocol.sampling_params import check_type
+from headrace.protocol.checks import check_type
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure Headrace itself.")
 

@@ -12,19 +12,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headrace.config import parse_size
 from headrace.engine.request import FinishReason
 from headrace.errors import UsageError
 from headrace.llm import LLM
 from headrace.progress import loading_display
 from headrace.protocol.sampling_params import SamplingParams
-
-
-def _size(text: str) -> int:
-    size = parse_size(text)
-    if size is None:
-        raise UsageError(f"--kv-cache-memory {text!r} is not a size such as 2GiB or 500MB")
-    return size
 
 
 def generate(
@@ -38,6 +30,19 @@ def generate(
     ] = False,
     max_tokens: Annotated[int, typer.Option(help="At most so many output tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="Likeliest tokens up to this probability in all.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="So many likeliest tokens; 0: all.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(help="Tokens at least so likely, relative to the likeliest.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: less of what is in prompt and output.")
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")
+    ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")
     ] = False,
@@ -87,7 +92,16 @@ def generate(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> int:
     """Complete a prompt and print the answer as it comes."""
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=ignore_eos)
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=stop or [],
+        max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
+    )
     settings: dict[str, Any] = {
         "pipeline_parallel_size": pipeline_parallel_size,
         "layer_partition": layer_partition,
@@ -98,7 +112,7 @@ def generate(
         "prefill_policy": prefill_policy,
         "block_size": block_size,
         "enable_prefix_caching": enable_prefix_caching,
-        "kv_cache_memory": None if kv_cache_memory is None else _size(kv_cache_memory),
+        "kv_cache_memory": kv_cache_memory,
         "gpu_memory_utilization": gpu_memory_utilization,
         "token_feedback": token_feedback,
         "num_microbatches": num_microbatches,
@@ -150,10 +164,11 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     source: Path | Literal["standard input"] = prompt_file or "standard input"
     try:
         if isinstance(source, Path):
-            return source.read_text(encoding="utf-8")
+            return source.read_text(encoding="utf-8").removesuffix("\n")
         if sys.stdin.isatty():
             print("type the prompt, then Ctrl-D:", file=sys.stderr)
-        return sys.stdin.buffer.read().decode("utf-8")
+        # The newline that ends the last line, as every text file has it, is not part of the text.
+        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
     except OSError as error:
         raise UsageError(f"the prompt cannot be read from {source}: {error.strerror}") from error
     except UnicodeDecodeError as error:

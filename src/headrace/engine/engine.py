@@ -16,9 +16,10 @@ from headrace.engine.stage_usage import StageUsage
 from headrace.engine.step_cost import CostFit, StepWork, dearest
 from headrace.engine.stop_strings import StopStrings
 from headrace.errors import PipelineError, UsageError
+from headrace.protocol.checks import check_type
 from headrace.protocol.messages import Report, Result, TokenLogprobs
 from headrace.protocol.plan import Plan
-from headrace.protocol.sampling_params import MAX_SEED, SamplingParams, check_type, resolve
+from headrace.protocol.sampling_params import MAX_SEED, SamplingParams, resolve
 
 # Odd constant of the 64-bit golden ratio (Steele, Lea, Flood 2014): spreads consecutive request
 # numbers over the seed space.

@@ -62,9 +62,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     token_times_s: list[float] = field(default_factory=list)
 
-    @property
     def finished(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether nothing more comes; a method, as in vLLM."""
         return self.finish_reason is not None
 
 

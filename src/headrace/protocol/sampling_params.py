@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import msgspec
 
 from headrace.errors import UsageError
+from headrace.protocol.checks import check_type, unknown_name
 from headrace.protocol.plan import Sampling
 
 MAX_SEED = 2**63 - 1
@@ -19,16 +20,6 @@ _GREEDY_BELOW = 1e-5
 _LISTS = ("stop", "stop_token_ids", "bad_words")
 
 
-def check_type(name: str, value: object, kind: Any) -> None:
-    """Raises UsageError naming the setting if its value is not of the annotated type."""
-    try:
-        msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        choices = get_args(kind) if get_origin(kind) is Literal else ()
-        reason = f"must be one of {', '.join(choices)}" if choices else str(error).lower()
-        raise UsageError(f"{name} {value!r}: {reason}") from None
-
-
 class _KnownNames(msgspec.StructMeta):
     """Makes an unknown name a UsageError; a Struct by itself raises TypeError."""
 
@@ -36,9 +27,7 @@ class _KnownNames(msgspec.StructMeta):
         known = cls.__struct_fields__
         for name in fields:
             if name not in known:
-                raise UsageError(
-                    f"{cls.__name__} has no field {name}: it takes {', '.join(sorted(known))}"
-                )
+                raise unknown_name(cls.__name__, "field", name, known)
         return super().__call__(*args, **fields)
 
 
