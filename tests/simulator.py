@@ -37,7 +37,7 @@ class Deadlock(Exception):
     """Nothing can happen any more although work is left."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Transfer:
     """One end of a transfer; waiting is allowed only once it is complete."""
 
@@ -76,6 +76,7 @@ class _Stage:
         self._links = links
         self._ledger = Ledger()
         self._handles: dict[tuple[Channel, int], _Transfer] = {}
+        self._buffers: dict[_Transfer, int] = {}
         self._loop: Generator[Effect, Any, None] = stage_loop(role, executor)
         self._pending: Effect = next(self._loop)
 
@@ -107,7 +108,7 @@ class _Stage:
                 self._links[channel].sends.append((tensor, handle))
             case Wait(channel, step):
                 value = self._ledger.wait(channel, step, timeout_s=1.0)
-                del self._handles[channel, step]
+                del self._buffers[self._handles.pop((channel, step))]
             case Compute(_, _, work):
                 value = work()
             case EmitResult(result):
@@ -125,6 +126,14 @@ class _Stage:
 
     def _start(self, channel: Channel, step: int, tensor: torch.Tensor) -> _Transfer:
         handle = _Transfer()
+        for (other, _), transfer in self._handles.items():
+            # Two messages into one place of the ring: the later would overwrite the earlier.
+            assert (
+                other != channel
+                or channel.target != self.role.stage
+                or self._buffers[transfer] != tensor.data_ptr()
+            ), "a buffer was given out again before its transfer was waited for"
+        self._buffers[handle] = tensor.data_ptr()
         self._ledger.open(channel, step, handle, tensor)
         self._handles[channel, step] = handle
         return handle

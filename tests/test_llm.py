@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 
 from headrace import LLM, SamplingParams
@@ -108,6 +109,8 @@ def test_open_streams_and_generate_keep_each_others_tokens(llm: LLM) -> None:
         ([True, False], GREEDY, "prompt 0 must be a text or a list of token ids, not True"),
         ({"text": "a"}, GREEDY, "the prompt must be a text or a list of token ids"),
         ({"prompt_token_ids": "a", "prompt": "b"}, GREEDY, "the prompt must be a text"),
+        ([np.array([1, 2])], GREEDY, "prompt 0 must be a text or a list of token ids"),
+        (np.array([1, 2]), GREEDY, "a prompt must be a text or a list of token ids"),
         (b"abc", GREEDY, "a prompt must be a text or a list of token ids"),
         ("\ud800", GREEDY, "not valid Unicode"),
         ("a", {"temperature": 0}, "sampling_params"),

@@ -30,6 +30,7 @@ def llm(checkpoint: Path) -> Iterator[LLM]:
         max_num_seqs=8,
         max_num_batched_tokens=16,
         block_size=8,
+        max_logprobs=40,
     ) as engine:
         yield engine
 
@@ -76,8 +77,10 @@ def test_logprobs_of_outputs_and_prompt_are_those_of_transformers(llm: LLM, refe
     assert rest[0][PROMPT[1]].decoded_token == llm.running.tokenizer.decode([PROMPT[1]])
 
 
-def test_logprobs_of_the_whole_vocabulary(llm: LLM) -> None:
-    answer = llm.generate([PROMPT], SamplingParams(**{**GREEDY, "max_tokens": 1}, logprobs=-1))[0]
+def test_logprobs_of_the_whole_vocabulary_where_they_are_allowed(checkpoint: Path) -> None:
+    with LLM(str(checkpoint), max_logprobs=-1) as llm:
+        params = SamplingParams(**{**GREEDY, "max_tokens": 1}, logprobs=-1)
+        answer = llm.generate([PROMPT], params)[0]
     assert answer.outputs[0].logprobs is not None
     assert len(answer.outputs[0].logprobs[0]) == 300
 
@@ -216,8 +219,8 @@ def test_messages_that_are_none_are_refused(llm: LLM, messages: object) -> None:
     [
         ({"logit_bias": {300: 1.0}}, r"logit_bias 300 .* \(0 to 299\)"),
         ({"stop_token_ids": [5, 300]}, r"stop_token_ids 300 .* \(0 to 299\)"),
-        ({"logprobs": 301}, "logprobs must be at most 300"),
-        ({"prompt_logprobs": 301}, "prompt_logprobs must be at most 300"),
+        ({"logprobs": 41}, "logprobs must be at most 40, the smaller of --max-logprobs"),
+        ({"prompt_logprobs": -1}, r"prompt_logprobs must be at most 40, .* not -1 \(the whole"),
     ],
 )
 def test_what_the_vocabulary_lacks_is_refused(
@@ -230,3 +233,6 @@ def test_what_the_vocabulary_lacks_is_refused(
 def test_priorities_must_match_the_prompts(llm: LLM) -> None:
     with pytest.raises(UsageError, match="2 priorities were given for 1 prompts"):
         llm.generate([PROMPT], priority=[1, 2])
+    for wrong in (3, ["high"], "high"):
+        with pytest.raises(UsageError, match="priority must be a list of whole numbers"):
+            llm.generate([PROMPT], priority=wrong)  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
 """Generation for asyncio programs: many requests at once, each an asynchronous stream."""
 
 import asyncio
-import contextlib
 import itertools
 import queue
 import threading
@@ -16,6 +15,7 @@ from headrace.engine.outputs import OutputDelta, OutputGatherer, RequestOutput
 from headrace.errors import HeadraceError, PipelineError, UsageError
 from headrace.launcher import RunningEngine, launch
 from headrace.prompts import Prompt, as_params, as_prompts
+from headrace.protocol.checks import check_type
 from headrace.protocol.messages import Loading
 from headrace.protocol.sampling_params import SamplingParams
 
@@ -40,7 +40,7 @@ class AsyncLLM:
         self._streams: dict[str, _Stream] = {}
         self._numbers = itertools.count()
         # The thread must not keep this object alive, or nothing would ever close it.
-        self._close = weakref.finalize(self, self._thread.close)
+        self._close_at_exit = weakref.finalize(self, self._thread.close)
 
     async def generate(
         self,
@@ -58,9 +58,12 @@ class AsyncLLM:
         run first. Raises UsageError for a request that can never run, PipelineError if the
         pipeline breaks.
         """
+        check_type("request_id", request_id, str | None)
         (params,) = as_params(sampling_params, 1)
         (tokenized,) = as_prompts([prompt], self.running.tokenizer)
-        name = str(next(self._numbers)) if request_id is None else request_id
+        name = request_id
+        while name is None or (request_id is None and name in self._streams):
+            name = str(next(self._numbers))
         if name in self._streams:
             raise UsageError(f"request_id {name!r} is running already: choose another")
         ids = tokenized.token_ids
@@ -89,7 +92,7 @@ class AsyncLLM:
 
     def close(self) -> None:
         """Abort what runs and end the stages; waits until they have ended."""
-        self._close()
+        self._thread.close()
 
     def __enter__(self) -> "AsyncLLM":
         return self
@@ -135,7 +138,8 @@ class _Stream:
         await self._news.wait()
         self._news.clear()
         if self._error is not None:
-            raise self._error
+            # A new one for each reader: one that is raised again gathers all their tracebacks.
+            raise type(self._error)(str(self._error)) from self._error.__cause__
         return self.gatherer.output()
 
     def take(self, deltas: list[OutputDelta]) -> None:
@@ -147,10 +151,13 @@ class _Stream:
         self._error = error
         self._news.set()
 
-    def post(self, callback: Callable[..., None], *arguments: Any) -> None:
-        """Have the reader's loop call back; a loop that is closed has no reader any more."""
-        with contextlib.suppress(RuntimeError):
+    def post(self, callback: Callable[..., None], *arguments: Any) -> bool:
+        """Have the reader's loop call back; False if it is closed, so that nobody reads."""
+        try:
             self.loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:
+            return False
+        return True
 
 
 _Order = Callable[[], None]
@@ -179,9 +186,11 @@ class _EngineThread:
         self._order(lambda: self._abort(stream))
 
     def close(self) -> None:
-        """Abort everything, end the stages, end the thread."""
+        """Abort everything and end the stages; waits for it, however often it is called."""
         self._order(self._begin_closing)
-        self._thread.join()
+        # The garbage collector may come by in the thread itself, which then ends by itself.
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     def _order(self, order: _Order) -> None:
         with self._lock:
@@ -201,19 +210,27 @@ class _EngineThread:
                     self._orders.get()()
                 if not self._engine.scheduler.idle:
                     self._deliver(self._engine.step())
-            self._ended = UsageError("this AsyncLLM is closed: make another")
-            self._deliver([d for number in self._streams for d in self._engine.abort(number)])
+            self._end(UsageError("this AsyncLLM is closed: make another"))
             self._stages.close(drain=True)
         except Exception as error:
-            self._ended = error if isinstance(error, HeadraceError) else _internal(error)
+            self._end(error if isinstance(error, HeadraceError) else _internal(error))
         finally:
             self._stages.close(drain=False)
-            for stream in self._streams.values():
-                stream.post(stream.fail, self._ended)
+
+    def _end(self, reason: HeadraceError) -> None:
+        """Take no more orders, and tell every reader; of the readers' requests nothing is left."""
+        if self._ended is None:
+            self._ended = reason
             with self._lock:
                 self._done = True
             while not self._orders.empty():
                 self._orders.get()()
+            for number, stream in self._streams.items():
+                if self._closing:
+                    stream.post(stream.take, self._engine.abort(number))
+                else:
+                    stream.post(stream.fail, reason)
+            self._streams.clear()
 
     def _begin_closing(self) -> None:
         self._closing = True
@@ -221,7 +238,8 @@ class _EngineThread:
     def _add(self, stream: _Stream) -> None:
         try:
             if self._ended is not None:
-                raise self._ended
+                stream.post(stream.fail, self._ended)
+                return
             stream.engine_id = self._engine.add(stream.prompt, stream.params, stream.priority)
             self._streams[stream.engine_id] = stream
         except Exception as error:
@@ -237,9 +255,12 @@ class _EngineThread:
         for delta in deltas:
             by_stream.setdefault(self._streams[delta.request_id], []).append(delta)
         for stream, news in by_stream.items():
-            if not self._engine.is_running(news[0].request_id):
-                del self._streams[news[0].request_id]
-            stream.post(stream.take, news)
+            number = news[0].request_id
+            if not self._engine.is_running(number):
+                del self._streams[number]
+            if not stream.post(stream.take, news) and number in self._streams:
+                self._engine.abort(number)
+                del self._streams[number]
 
 
 def _internal(error: Exception) -> PipelineError:

@@ -32,6 +32,7 @@ class EngineConfig:
     kv_cache_memory: cache a stage, in bytes or as a text such as 2GiB; None for what
         gpu_memory_utilization says, the part of the memory free once the weights are loaded that
         the caches of all stages may take.
+    max_logprobs: log-probabilities of one position that a request may ask for; -1 for no limit.
     token_feedback: deferred, or blocking (for measuring).
     num_microbatches: groups of sequences that take turns; None for one a stage.
     seed: base of the random numbers of requests without a seed.
@@ -51,6 +52,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     kv_cache_memory: int | str | None = None
     gpu_memory_utilization: float = 0.5
+    max_logprobs: int = 20
     token_feedback: Literal["deferred", "blocking"] = "deferred"
     num_microbatches: int | None = None
     seed: int = 0
@@ -78,6 +80,8 @@ class EngineConfig:
                 f"--num-microbatches {self.microbatches} is more than the {self.sequences} "
                 "sequences of --max-num-seqs: some would always be empty"
             )
+        if self.max_logprobs < -1:
+            raise UsageError(f"--max-logprobs must be at least -1, not {self.max_logprobs}")
         if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:
             raise UsageError("--kv-cache-memory must be at least 1 byte")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

@@ -129,6 +129,7 @@ def launch(
         num_stages=len(shares),
         seed=config.seed,
         stall_timeout=config.stall_timeout,
+        max_logprobs=config.max_logprobs,
     )
     return RunningEngine(
         engine=engine,

@@ -19,6 +19,7 @@ from headrace.prompts import (
     as_params,
     as_prompts,
 )
+from headrace.protocol.checks import check_type
 from headrace.protocol.messages import Loading
 from headrace.protocol.sampling_params import SamplingParams
 
@@ -134,6 +135,7 @@ class LLM:
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
         params = as_params(sampling_params, len(prompts))
+        check_type("priority", priority, Sequence[int] | None)
         priorities = [0] * len(prompts) if priority is None else list(priority)
         if len(priorities) != len(prompts):
             raise UsageError(f"{len(priorities)} priorities were given for {len(prompts)} prompts")

@@ -24,7 +24,7 @@ class TokenizedPrompt:
 
 def as_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> list[TokenizedPrompt]:
     """One prompt or several, tokenized; raises UsageError for anything else, naming which."""
-    if isinstance(prompts, str | dict) or (prompts and _is_ids(prompts)):
+    if isinstance(prompts, str | dict) or (_is_ids(prompts) and prompts):
         return [_tokenized(prompts, "the prompt", tokenizer)]
     if not isinstance(prompts, list | tuple):
         raise UsageError(_no_prompt("a prompt", prompts))
@@ -81,9 +81,18 @@ def _no_prompt(name: str, value: object) -> str:
 
 def _is_ids(prompt: object) -> bool:
     """Whether it is a list of whole numbers, numpy's among them; a truth value is none."""
-    return isinstance(prompt, list | tuple) and all(
-        isinstance(token, SupportsIndex) and not isinstance(token, bool) for token in prompt
-    )
+    return isinstance(prompt, list | tuple) and all(_is_whole(token) for token in prompt)
+
+
+def _is_whole(token: object) -> bool:
+    if isinstance(token, bool) or not isinstance(token, SupportsIndex):
+        return False
+    try:
+        operator.index(token)
+    except TypeError:
+        # An array that could be an index only if it had one element.
+        return False
+    return True
 
 
 def _is_conversation(messages: object) -> bool:

@@ -4,7 +4,7 @@ import re
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -111,6 +111,27 @@ def streamed(detokenizer: Detokenizer, tokens: list[int]) -> tuple[list[str], st
     return pieces, stream.finish()
 
 
+def spoils_whole_characters(tokenizer: Tokenizer, tokens: list[int]) -> bool:
+    """Whether a run of byte tokens begins with whole characters and turns out not to be text.
+
+    Decoded at once it is all U+FFFD; in a stream the characters are out before the bad byte comes.
+    """
+    contents = [tokenizer.id_to_token(token) for token in tokens]
+    runs, run = [], bytearray()
+    for content in [c for c in contents if c not in ("<s>", "</s>", None)] + ["end"]:
+        byte = re.fullmatch("<0x([+0-9A-Fa-f][0-9A-Fa-f])>", content)
+        if byte:
+            run.append(int(byte[1], 16))
+        else:
+            runs.append(bytes(run))
+            run.clear()
+    return any(r.decode(errors="ignore").encode() != r and _begins_whole(r) for r in runs)
+
+
+def _begins_whole(data: bytes) -> bool:
+    return any(data[:n].decode(errors="ignore").encode() == data[:n] for n in range(1, 5))
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_pieces_of_any_tokens_add_up_to_the_whole_text(name: str) -> None:
     tokenizer = TOKENIZERS[name]
@@ -121,6 +142,7 @@ def test_pieces_of_any_tokens_add_up_to_the_whole_text(name: str) -> None:
     @given(st.lists(tokens_of_all_kinds, max_size=20))
     @settings(max_examples=50, deadline=None)
     def check(tokens: list[int]) -> None:
+        assume(not spoils_whole_characters(tokenizer, tokens))
         pieces, rest = streamed(DETOKENIZERS[name], tokens)
         assert "".join(pieces) + rest == whole(tokenizer, tokens)
 
@@ -132,6 +154,8 @@ def test_each_three_tokens_of_different_sorts_add_up_to_the_whole_text(name: str
     size = TOKENIZERS[name].get_vocab_size()
     sorts = {*range(max(0, size - 14), size), *{0x0A, 0x20, 0xE6, 0x9D}.intersection(range(size))}
     for tokens in product(sorted(sorts), repeat=3):
+        if spoils_whole_characters(TOKENIZERS[name], list(tokens)):
+            continue
         pieces, rest = streamed(DETOKENIZERS[name], list(tokens))
         assert "".join(pieces) + rest == whole(TOKENIZERS[name], list(tokens)), tokens
 
@@ -142,6 +166,8 @@ def test_a_space_that_only_the_end_of_a_text_loses_is_kept_inside_it() -> None:
     detokenizer = Detokenizer(tokenizer)
     some = [id_of(tokenizer, content) for content in ("s", "▁", "▁the", "▁▁▁", "<0x20>", "<0xE6>")]
     for tokens in product(some, repeat=4):
+        if spoils_whole_characters(tokenizer, list(tokens)):
+            continue
         pieces, rest = streamed(detokenizer, list(tokens))
         assert "".join(pieces) + rest == whole(tokenizer, list(tokens)), tokens
 
@@ -151,6 +177,7 @@ def test_a_space_that_only_the_end_of_a_text_loses_is_kept_inside_it() -> None:
 @pytest.mark.parametrize("name", ["byte level", "SentencePiece"])
 def test_bytes_are_read_as_the_decoder_reads_them(name: str, parts: list[list[int]]) -> None:
     tokens = [byte for part in parts for byte in part]
+    assume(not spoils_whole_characters(TOKENIZERS[name], tokens))
     pieces, rest = streamed(DETOKENIZERS[name], tokens)
     assert "".join(pieces) + rest == whole(TOKENIZERS[name], tokens)
 
@@ -210,25 +237,29 @@ def test_text_comes_out_whole_characters_at_a_time_and_at_once(text: str) -> Non
     assert out + stream.finish() == whole(SMOLLM2, tokens)
 
 
-@given(st.lists(st.sampled_from(["▁the", "▁cat", "s", "é", "▁", "<0x0A>", "<0xC3>", "<0xA9>"])))
+@given(st.lists(st.sampled_from(["▁the", "▁cat", "s", "é", "▁", "東", "\n", "👩"])))
 @settings(max_examples=100, deadline=None)
-def test_only_a_run_of_byte_tokens_is_held_back(contents: list[str]) -> None:
+def test_characters_in_byte_tokens_come_out_with_their_last_byte(parts: list[str]) -> None:
     stream = DETOKENIZERS["SentencePiece"].stream()
-    tokens = [id_of(LLAMA2, content) for content in contents]
-    out, open_run = "", 0
-    for number, content in enumerate(contents):
-        out += stream.push(tokens[number])
-        open_run = open_run + 1 if re.match("<0x", content) else 0
-        assert out == whole(LLAMA2, tokens[: number + 1 - open_run])
+    tokens: list[int] = []
+    out = ""
+    for part in parts:
+        known = LLAMA2.token_to_id(part)
+        own = list(part.encode()) if known is None else [known]
+        for token in own[:-1]:
+            assert stream.push(token) == ""
+        out += stream.push(own[-1])
+        tokens += own
+        assert out == whole(LLAMA2, tokens)
 
 
-def test_an_invalid_byte_spoils_its_whole_run_before_any_of_it_is_out() -> None:
+def test_an_invalid_byte_spoils_what_is_not_out_yet() -> None:
     s, the = id_of(LLAMA2, "s"), id_of(LLAMA2, "▁the")
     pieces, rest = streamed(
-        DETOKENIZERS["SentencePiece"], [s, 0xE6, 0x9D, 0xB1, 0x0A, 0xFF, the, 0x0A]
+        DETOKENIZERS["SentencePiece"], [s, 0xE6, 0x9D, 0xB1, 0x0A, 0xFF, 0x0A, the, 0x0A]
     )
-    assert pieces == ["s", "", "", "", "", "", "\ufffd" * 5 + " the", ""]
-    assert rest == "\n"
+    assert pieces == ["s", "", "", "東", "\n", "", "", "\ufffd" * 2 + " the", "\n"]
+    assert rest == ""
 
 
 @pytest.mark.parametrize("text", ["東京タワー", "👩‍👩‍👧‍👦 family", "naïve café"])

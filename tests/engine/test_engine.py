@@ -8,7 +8,7 @@ from headrace.engine.outputs import OutputDelta
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.engine.step_cost import StepWork
 from headrace.errors import PipelineError, UsageError
-from headrace.protocol.messages import Report, Result
+from headrace.protocol.messages import Report, Result, TokenLogprobs
 from headrace.protocol.plan import Plan, Yield
 from headrace.protocol.sampling_params import SamplingParams
 
@@ -45,7 +45,7 @@ def engine(pipeline: Pipeline, seed: int = 0, stall_timeout: float = 60.0) -> En
     )
     vocabulary = {f"t{n}": n for n in range(10)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
-    return Engine(Scheduler(config), pipeline, tokenizer, 10, 1, seed, stall_timeout)
+    return Engine(Scheduler(config), pipeline, tokenizer, 10, 1, seed, stall_timeout, 5)
 
 
 def seeds(base: int) -> list[int]:
@@ -89,6 +89,7 @@ def test_an_aborted_request_is_reported_once() -> None:
     ended = target.abort(request)
     assert [delta.finish_reason for delta in ended] == ["abort"]
     assert target.abort(request) == []
+    assert not target._texts
     while not target.scheduler.idle:
         assert target.step() == []
 
@@ -163,7 +164,8 @@ def test_nothing_is_queued_for_a_request_that_is_refused() -> None:
     for params in (
         SamplingParams(n=2, logit_bias={10: 1.0}),
         SamplingParams(n=2, stop_token_ids=[10]),
-        SamplingParams(n=2, logprobs=11),
+        SamplingParams(n=2, logprobs=6),
+        SamplingParams(n=2, prompt_logprobs=-1),
     ):
         with pytest.raises(UsageError):
             target.add([1], params)
@@ -171,3 +173,9 @@ def test_nothing_is_queued_for_a_request_that_is_refused() -> None:
         target.add([1] * 64, SamplingParams(n=2))
     assert target.scheduler.idle
     assert not target._requests
+
+
+def test_a_token_among_equals_keeps_its_own_rank() -> None:
+    # By id 3 comes before 5, but nothing is likelier than either.
+    report = engine(Pipeline())._readable(TokenLogprobs([5, 3, 5], [-1.0, -1.0, -1.0], 1))
+    assert {token: entry.rank for token, entry in report.items()} == {5: 1, 3: 1}

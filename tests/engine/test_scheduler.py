@@ -468,3 +468,79 @@ def test_prompt_logprobs_that_came_before_a_preemption_are_not_given_twice() -> 
     assert had_before is not None
     assert 0 < had_before < 27, "it was preempted in the middle of its prompt"
     assert [entry.ids[0] for entry in came] == list(range(1, 28))
+
+
+def test_of_two_the_one_of_the_larger_priority_is_preempted_although_it_is_older() -> None:
+    engine = scheduler(num_blocks=8, num_microbatches=1)
+    old = sequence(0, 8, 16, priority=1, ignore_eos=True)
+    new = sequence(1, 8, 16, ignore_eos=True)
+    engine.add(old)
+    engine.add(new)
+    while not engine.preemptions:
+        run(engine, 1)
+    assert old.slot is None
+    assert new.slot is not None
+
+
+def test_a_preempted_sequence_keeps_its_place_in_line_and_its_first_times() -> None:
+    engine = scheduler(num_blocks=8, num_microbatches=1, max_num_seqs=2)
+    everyone = [sequence(n, 8, 16, ignore_eos=True) for n in range(3)]
+    for one in everyone:
+        engine.add(one)
+    while not engine.preemptions:
+        run(engine, 1)
+    second = everyone[1]
+    assert second.slot is None
+    before = (second.admitted_at, second.cached_tokens)
+    admitted = [a.prompt[0] - 100 for plan in run(engine, 100) for a in plan.admitted]
+    assert admitted[0] == 1
+    assert (second.admitted_at, second.cached_tokens) == before
+
+
+def test_one_sequence_at_a_time_makes_room_however_many_rows_need_it() -> None:
+    # Three rows need a block in the same step when none is left; the fourth's would do for all.
+    engine = scheduler(num_blocks=15, num_microbatches=1, max_num_batched_tokens=40)
+    everyone = [sequence(n, 9, 15, ignore_eos=True) for n in range(4)]
+    for one in everyone:
+        engine.add(one)
+    while not engine.preemptions:
+        assert run(engine, 1)
+    assert engine.preemptions == 1
+    assert [one.slot is None for one in everyone] == [False, False, False, True]
+
+
+def test_nobody_is_admitted_whom_the_next_rows_would_preempt() -> None:
+    engine = scheduler(num_blocks=8, num_microbatches=1)
+    old, new = (sequence(n, 15, 8, ignore_eos=True) for n in range(2))
+    engine.add(old)
+    run(engine, 4)
+    # Five blocks of eight are taken; three would hold the other's twelve tokens, but old's next
+    # block is one of them.
+    new.prompt[:] = new.prompt[:12]
+    engine.add(new)
+    run(engine, 1)
+    assert new.slot is None
+    run(engine, 100)
+    assert engine.preemptions == 0
+    assert new.finished
+
+
+def test_an_unrelated_sequence_goes_ahead_of_one_that_waits_for_its_beginning() -> None:
+    engine = scheduler(max_num_batched_tokens=20)
+    tokens = list(range(2, 15))
+    leader, follower = (sequence(n, tokens, 2) for n in range(2))
+    other = sequence(2, [50, 51], 2)
+    for one in (leader, follower, other):
+        engine.add(one)
+    first = engine.plan()
+    assert first is not None
+    assert [len(row.inputs) for row in first.rows] == [13, 2]
+    assert follower.slot is None
+
+
+def test_an_end_before_min_tokens_is_none() -> None:
+    engine = scheduler()
+    one = sequence(0, 3, 6, min_tokens=3, stop_token_ids=[5])
+    engine.add(one)
+    run(engine, 20)
+    assert (one.outputs, one.finish_reason) == ([5, 5, 5], "stop")

@@ -181,7 +181,7 @@ def test_top_k_minus_one_is_none_and_a_tiny_temperature_is_greedy() -> None:
 
 @pytest.mark.parametrize(
     ("ignore_eos", "min_tokens", "ends"),
-    [(False, 0, []), (True, 0, []), (False, 2, [2, 7, 8]), (True, 2, [8])],
+    [(False, 0, []), (True, 0, []), (False, 2, [2, 7, 8]), (True, 2, [2, 7, 8])],
 )
 def test_ends_are_told_only_if_some_outputs_must_come_first(
     ignore_eos: bool, min_tokens: int, ends: list[int]

@@ -112,6 +112,14 @@ def test_bad_words_look_at_the_output_only() -> None:
     assert banned(own) == {9}
 
 
+def test_min_tokens_of_one_keeps_the_first_token_from_being_an_end() -> None:
+    own = slot(VOCAB, min_tokens=1, end_tokens=[9], temperature=0.0)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 9] = 1.0
+    assert sample(logits, [own]).tolist() != [9]
+    assert sample(logits, [own]).tolist() == [9]
+
+
 def test_ends_come_only_after_min_tokens() -> None:
     own = slot(VOCAB, prompt=[1, 2, 3], outputs=[4], min_tokens=3, end_tokens=[0, 9])
     oracle = MinNewTokensLengthLogitsProcessor(3, 3, [0, 9], device="cpu")

@@ -74,6 +74,7 @@ def engine_cost(running: int, context_len: int, steps: int = 300) -> EngineCost:
         num_stages=1,
         seed=0,
         stall_timeout=60.0,
+        max_logprobs=20,
     )
     params = SamplingParams(max_tokens=max_model_len, stop=["\n\nUser:"], stop_token_ids=[0])
     for number in range(running):

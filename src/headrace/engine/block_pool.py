@@ -42,15 +42,9 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def find(self, keys: list[bytes]) -> list[int]:
-        """The blocks of the longest run of keys, from the first on, that is in the cache."""
-        found = []
-        for key in keys:
-            block = self._by_key.get(key)
-            if block is None:
-                break
-            found.append(block)
-        return found
+    def find(self, key: bytes) -> int | None:
+        """The block that was published with this key, if it has not been given out anew."""
+        return self._by_key.get(key)
 
     def free_after_sharing(self, blocks: list[int]) -> int:
         """How many blocks were free once these had one more owner each."""

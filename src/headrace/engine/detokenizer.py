@@ -1,4 +1,4 @@
-"""Tokens turned into text as they come, equal in the end to decoding them all at once.
+"""Tokens turned into text as they come, in the end as if they were decoded all at once.
 
 Three ways, by what the tokenizer's decoder looks at:
 - bytes (GPT-2, Llama 3, Qwen, SmolLM2): every token stands for bytes, and text is their UTF-8;
@@ -54,8 +54,9 @@ class Detokenizer:
     tokens of a sequence: special tokens and ids without a token have no text, invalid UTF-8 is
     replaced by U+FFFD. When text is held back:
     - bytes: while they may be the beginning of a character, so three at most;
-    - SentencePiece's byte tokens (<0xE6>): until another kind of token ends the run of them, since
-      one invalid byte makes every byte of the run U+FFFD, those of whole characters included;
+    - SentencePiece's byte tokens (<0xE6>): until the run of them is whole characters; otherwise
+      until another kind of token ends it. Decoded at once, one invalid byte would also make U+FFFD
+      of the whole characters before it in its run; here they are out by then, and stay;
     - decoders of the last kind: while the text ends in U+FFFD, for four tokens at most. Each piece
       is decoded after the piece before it, which is exact for BPEDecoder and CTC; decoders that
       look further back than that may give other text than they do in one go.
@@ -178,6 +179,7 @@ class _TokenStream:
         "_done",
         "_held",
         "_inside",
+        "_run",
         "_texts",
         "_token_by_token",
     )
@@ -199,6 +201,8 @@ class _TokenStream:
         # The length of the context's text.
         self._done = 0
         self._held: list[str] = []
+        # What the byte tokens at the end of those held spell.
+        self._run = bytearray()
 
     def push(self, token: int) -> str:
         if self._inside:
@@ -210,11 +214,17 @@ class _TokenStream:
             return ""
         self._inside = False
         self._held.append(content)
-        if self._texts[token] is None:
+        if self._texts[token] is not None:
+            self._run.clear()
+            return self._decode_held()
+        self._run.append(int(content[3:5], 16))
+        if not self._token_by_token or not _is_text(self._run):
             return ""
+        self._run.clear()
         return self._decode_held()
 
     def finish(self) -> str:
+        self._run.clear()
         if not self._held:
             return ""
         text = self._decode([*self._context, *self._held])[self._done :]
@@ -238,6 +248,15 @@ class _TokenStream:
         self._done = len(self._decode(self._context))
         self._held = []
         return piece
+
+
+def _is_text(data: bytearray) -> bool:
+    """Whether it is UTF-8 without an unfinished character at its end."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _chain(decoder: decoders.Decoder | None) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from headrace.engine.detokenizer import Detokenizer, TextStream
@@ -50,8 +51,8 @@ class Engine:
     """Drives one pipeline. Not thread-safe: one caller adds, aborts and steps.
 
     vocab_size bounds token ids; seed is the base for requests without one; stall_timeout, in
-    seconds, is how long a step in flight may go without any result. costs: each stage's measured
-    cost of a step.
+    seconds, is how long a step in flight may go without any result. max_logprobs: of one position
+    that a request may ask for, -1 for no limit. costs: each stage's measured cost of a step.
     """
 
     scheduler: Scheduler
@@ -61,6 +62,7 @@ class Engine:
     num_stages: int
     seed: int
     stall_timeout: float
+    max_logprobs: int
     usage: list[StageUsage] = field(init=False)
     costs: list[CostFit] = field(init=False)
     _detokenizer: Detokenizer = field(init=False)
@@ -97,14 +99,19 @@ class Engine:
         if seed is None:
             seed = (self.seed + (request_id + 1) * _SEED_STRIDE) & MAX_SEED
         bad_words = self._tokens_of(params.bad_words)
-        self._requests[request_id] = []
-        for index in range(params.n):
-            sampling = resolve(
+        samplings = [
+            resolve(
                 params,
                 seed=(seed + index) & MAX_SEED,
                 eos_token_ids=self.scheduler.config.eos_token_ids,
                 bad_words=bad_words,
             )
+            for index in range(params.n)
+        ]
+        # One completion's report on the prompt serves all.
+        samplings[1:] = [replace(sampling, prompt_logprobs=None) for sampling in samplings[1:]]
+        self._requests[request_id] = []
+        for index, sampling in enumerate(samplings):
             sequence = Sequence(request_id, index, prompt, params, sampling, max_outputs, priority)
             self.scheduler.add(sequence)
             self._requests[request_id].append(sequence)
@@ -154,8 +161,11 @@ class Engine:
 
     def take_result(self, result: Result) -> list[OutputDelta]:
         """What the result of the oldest step in flight brought to whom."""
-        self._last_progress = now = time.monotonic()
-        return [self._to_output(entry, now) for entry in self.scheduler.take_result(result)]
+        now = time.monotonic()
+        deltas = [self._to_output(entry, now) for entry in self.scheduler.take_result(result)]
+        # Afterwards: time that this took is not the stages'.
+        self._last_progress = time.monotonic()
+        return deltas
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         """Raises UsageError for tokens that the vocabulary does not have."""
@@ -169,11 +179,13 @@ class Engine:
             for token in (min(tokens), max(tokens)) if tokens else ():
                 if not 0 <= token < size:
                     raise UsageError(f"{name} {token} is not in the vocabulary (0 to {size - 1})")
+        limit = size if self.max_logprobs == -1 else min(self.max_logprobs, size)
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
-            if count is not None and count > size:
+            if count is not None and (count > limit or (count == -1 and limit < size)):
                 raise UsageError(
-                    f"{name} must be at most {size}, the size of the vocabulary, not {count}"
+                    f"{name} must be at most {limit}, the smaller of --max-logprobs and the "
+                    f"vocabulary, not {count if count != -1 else '-1 (the whole vocabulary)'}"
                 )
 
     def _tokens_of(self, bad_words: Iterable[str]) -> list[list[int]]:

@@ -131,8 +131,9 @@ class OutputGatherer:
         if delta.prompt_logprobs and self._prompt_logprobs is not None and delta.index == 0:
             self._prompt_logprobs += delta.prompt_logprobs
         self._total_s = delta.at - delta.queued_at
-        if delta.admitted_at is not None and delta.index == 0:
-            self._queue_s = delta.admitted_at - delta.queued_at
+        if delta.index == 0:
+            admitted = delta.at if delta.admitted_at is None else delta.admitted_at
+            self._queue_s = admitted - delta.queued_at
             self._cached_tokens = delta.cached_tokens
         if delta.token is not None:
             completion.token_ids.append(delta.token)
@@ -151,7 +152,7 @@ class OutputGatherer:
             self._unfinished -= 1
 
     def output(self) -> RequestOutput:
-        """The output so far, which later deltas leave as it is."""
+        """The output so far, which later deltas leave as it is; copies all there is."""
         for pieces, completion in zip(self._text, self._completions, strict=True):
             if len(pieces) > 1:
                 pieces[:] = ["".join(pieces)]

@@ -5,7 +5,7 @@ plans in order, so what a block is to hold is there when the reader's step runs.
 """
 
 from headrace.engine.block_pool import BlockPool, block_key
-from headrace.engine.request import Sequence, token_at
+from headrace.engine.request import Sequence, tokens_between
 
 
 class PrefixCache:
@@ -20,23 +20,27 @@ class PrefixCache:
 
     def find(self, sequence: Sequence) -> list[int]:
         """Cached blocks that the sequence may begin with; at least its last token is computed."""
-        return self._pool.find(self._findable(sequence))
+        found: list[int] = []
+        for number in range(self._findable(sequence)):
+            block = self._pool.find(self._key(sequence, number))
+            if block is None:
+                break
+            found.append(block)
+        return found
 
     def begins_in_this_step(self, sequence: Sequence, blocks: int) -> bool:
         """Whether the step being planned computes the block after the sequence's first `blocks`."""
-        if not self._fresh:
+        if not self._fresh or blocks >= self._findable(sequence):
             return False
-        keys = self._findable(sequence)
-        return blocks < len(keys) and keys[blocks] in self._fresh
+        return self._key(sequence, blocks) in self._fresh
 
     def chunk_planned(self, sequence: Sequence) -> None:
         """A chunk of known tokens is part of the step being planned."""
         full = sequence.planned_positions // self._block_size
-        if self._enabled and full > sequence.published:
-            keys = self._keys(sequence, full)
+        if self._enabled:
             for number in range(sequence.published, full):
-                self._fresh[keys[number]] = sequence.blocks[number]
-            sequence.published = full
+                self._fresh[self._key(sequence, number)] = sequence.blocks[number]
+            sequence.published = max(full, sequence.published)
 
     def step_planned(self) -> None:
         """The step is complete: the next may share what it computes."""
@@ -47,24 +51,23 @@ class PrefixCache:
     def token_accepted(self, sequence: Sequence) -> None:
         """Share the blocks that a sequence's accepted outputs have filled."""
         full = min(sequence.length, sequence.planned_positions) // self._block_size
-        if self._enabled and full > sequence.published:
-            keys = self._keys(sequence, full)
+        if self._enabled:
             for number in range(sequence.published, full):
-                self._pool.publish(sequence.blocks[number], keys[number])
-            sequence.published = full
+                self._pool.publish(sequence.blocks[number], self._key(sequence, number))
+            sequence.published = max(full, sequence.published)
 
-    def _findable(self, sequence: Sequence) -> list[bytes]:
-        """Keys of the blocks that the sequence need not compute; none if it must see all logits."""
+    def _findable(self, sequence: Sequence) -> int:
+        """How many blocks the sequence need not compute; none if it must see all logits."""
         if not self._enabled or sequence.wants_prompt_logprobs:
-            return []
-        return self._keys(sequence, (sequence.length - 1) // self._block_size)
+            return 0
+        return (sequence.length - 1) // self._block_size
 
-    def _keys(self, sequence: Sequence, count: int) -> list[bytes]:
-        """The keys of the first `count` blocks, all full of accepted tokens."""
-        size = self._block_size
-        keys = sequence.keys
-        while len(keys) < count:
+    def _key(self, sequence: Sequence, number: int) -> bytes:
+        """The key of a block that is full of accepted tokens; those before it are worked out too,
+        but none after: most are never asked for."""
+        size, keys = self._block_size, sequence.keys
+        while len(keys) <= number:
             start = len(keys) * size
-            tokens = [token_at(sequence, position) for position in range(start, start + size)]
+            tokens = tokens_between(sequence, start, start + size)
             keys.append(block_key(keys[-1] if keys else b"", tokens))
-        return keys[:count]
+        return keys[number]

@@ -75,18 +75,14 @@ class Sequence:
         return len(self.known) - self.planned_positions
 
     @property
-    def max_positions(self) -> int:
-        """Positions it can ever compute: its last output token is sampled, never computed."""
-        return len(self.prompt) + self.max_outputs - 1
-
-    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of prompt tokens are asked for and not all there."""
         asked = self.sampling.prompt_logprobs is not None
         return asked and self.prompt_logprobs < len(self.prompt) - 1
 
 
-def token_at(sequence: Sequence, position: int) -> int:
-    """The accepted token at a position of prompt and outputs."""
-    index = position - len(sequence.prompt)
-    return sequence.prompt[position] if index < 0 else sequence.outputs[index]
+def tokens_between(sequence: Sequence, start: int, end: int) -> list[int]:
+    """The accepted tokens of prompt and outputs from position start up to, not including, end."""
+    offset = len(sequence.prompt)
+    outputs = sequence.outputs[max(0, start - offset) : max(0, end - offset)]
+    return sequence.prompt[start:end] + outputs

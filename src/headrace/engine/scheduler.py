@@ -50,6 +50,11 @@ class SchedulerConfig:
     epoch: int = 0
 
 
+# Waiting sequences that a plan passes over because their beginning is being computed: looking at
+# each costs some microseconds.
+_MOST_POSTPONED = 16
+
+
 class Accepted(msgspec.Struct, frozen=True, gc=False):
     """What a row's result brought for a sequence that was still running.
 
@@ -117,11 +122,6 @@ class Scheduler:
     def num_running(self) -> int:
         """Sequences that have a slot and go on."""
         return len(self._prefilling) + self._groups.decoding
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences without a slot, preempted ones included."""
-        return len(self._waiting)
 
     @property
     def idle(self) -> bool:
@@ -230,6 +230,7 @@ class Scheduler:
                 self._waiting.push(sequence)
             else:
                 sequence.outputs.append(token)
+                # Spares a call for nearly every token.
                 if sequence.planned_positions // size > sequence.published:
                     self._cache.token_accepted(sequence)
             accepted.append(Accepted(sequence, token, own, of_prompt))
@@ -291,7 +292,7 @@ class Scheduler:
             if sequence in self._prefilling and not self._plan_chunk(draft, sequence, allowance):
                 return
         postponed = 0
-        while self._free_slots and postponed < len(self._waiting):
+        while self._free_slots and postponed < min(len(self._waiting), _MOST_POSTPONED):
             sequence = self._waiting[postponed]
             if sequence.in_flight or sequence.slot is not None:
                 # Preempted a moment ago; whoever came later waits behind it.
@@ -350,7 +351,8 @@ class Scheduler:
         return True
 
     def _add_chunk(self, draft: PlanDraft, sequence: Sequence, count: int) -> None:
-        self._append_blocks(draft, sequence, count)
+        appended = self._append_blocks(draft, sequence, count)
+        assert appended, "a chunk was planned without blocks for it"
         last = draft.add_chunk(sequence, count)
         self._cache.chunk_planned(sequence)
         if last:
@@ -421,9 +423,11 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence) -> None:
         """Preempt the newest sequence, unless that is this one, which then waits its turn."""
-        running = [*self._prefilling, *self._groups.all()]
-        newest = max(running, key=by_rank)
-        if newest is not sequence and not self._releasing:
+        if self._releasing:
+            # Somebody's blocks come back with this plan.
+            return
+        newest = max([*self._prefilling, *self._groups.all()], key=by_rank)
+        if newest is not sequence:
             self._stop_running(newest)
             self._waiting.push(newest)
             self.preemptions += 1

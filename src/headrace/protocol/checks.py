@@ -29,7 +29,7 @@ def check_type(name: str, value: object, kind: Any) -> None:
 def unknown_name(user: str, thing: str, name: str, known: Iterable[str]) -> UsageError:
     """The error for a setting that `user` does not have; thing: what it calls them."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, 1)
+    close = difflib.get_close_matches(name, names, 1, cutoff=0.7)
     hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(names)}"
     return UsageError(f"{user} has no {thing} {name}: {hint}")
 

@@ -142,6 +142,9 @@ class SamplingParams(msgspec.Struct, metaclass=_KnownNames, frozen=True, kw_only
         for name in ("stop", "bad_words"):
             if "" in getattr(self, name):
                 raise UsageError(f"{name} {getattr(self, name)!r}: no text in it may be empty")
+            for text in getattr(self, name):
+                if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
+                    raise UsageError(f"{name} {text!r}: not valid Unicode text")
         for token, bias in (self.logit_bias or {}).items():
             _check_range("logit_bias: each token id", token, 0, _MAX_COUNT)
             _check_range(f"logit_bias: the value of token {token}", bias, -100, 100)
@@ -163,9 +166,8 @@ def resolve(
         raise UsageError(f"bad_words {list(params.bad_words)!r}: one of them has no token")
     ends: set[int] = set()
     if params.min_tokens > 0:
-        ends.update(params.stop_token_ids)
-        if not params.ignore_eos:
-            ends.update(eos_token_ids)
+        # Also with ignore_eos, as in vLLM.
+        ends.update(params.stop_token_ids, eos_token_ids)
     return Sampling(
         seed=seed,
         temperature=0.0 if params.greedy else params.temperature,
