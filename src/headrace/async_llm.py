@@ -131,7 +131,7 @@ class _Stream:
     loop: asyncio.AbstractEventLoop
     engine_id: int | None = None
     _news: asyncio.Event = field(default_factory=asyncio.Event)
-    _error: Exception | None = None
+    _error: HeadraceError | None = None
 
     async def next_output(self) -> RequestOutput:
         """What there is once there is something new; raises the request's error."""
@@ -147,7 +147,7 @@ class _Stream:
             self.gatherer.take(delta)
         self._news.set()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: HeadraceError) -> None:
         self._error = error
         self._news.set()
 
@@ -172,7 +172,8 @@ class _EngineThread:
         self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         self._streams: dict[int, _Stream] = {}
         self._closing = False
-        self._lock = threading.Lock()
+        # Reentrant, since the garbage collector may close a forgotten engine at any moment.
+        self._lock = threading.RLock()
         self._done = False
         # Why no more requests are taken: set once, by the thread.
         self._ended: HeadraceError | None = None
@@ -218,7 +219,7 @@ class _EngineThread:
             self._stages.close(drain=False)
 
     def _end(self, reason: HeadraceError) -> None:
-        """Take no more orders, and tell every reader; of the readers' requests nothing is left."""
+        """Take no more orders, and tell every reader."""
         if self._ended is None:
             self._ended = reason
             with self._lock:
@@ -242,8 +243,10 @@ class _EngineThread:
                 return
             stream.engine_id = self._engine.add(stream.prompt, stream.params, stream.priority)
             self._streams[stream.engine_id] = stream
-        except Exception as error:
+        except HeadraceError as error:
             stream.post(stream.fail, error)
+        except Exception as error:
+            stream.post(stream.fail, _internal(error))
 
     def _abort(self, stream: _Stream) -> None:
         if stream.engine_id is not None and self._ended is None:

@@ -13,7 +13,7 @@ from headrace.bench.figures import SETTINGS
 from headrace.errors import UsageError
 from headrace.protocol.checks import check_type
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure Headrace itself.")
+app = typer.Typer(rich_markup_mode=None, help="Measure Headrace itself.")
 
 
 @app.callback()
@@ -92,13 +92,22 @@ def scheduler(
             seed=seed,
             max_model_len=max_model_len,
         )
-    print(json.dumps(answer)) if as_json else _print_comparison(answer)
+    print(json.dumps(_rounded(answer))) if as_json else _print_comparison(answer)
     return 0
 
 
 def _check_range(flag: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise UsageError(f"{flag} must be from {low} to {high}, not {value}")
+
+
+def _rounded(value: Any) -> Any:
+    """The same with numbers of four digits: more would be noise."""
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_rounded(part) for part in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:
