@@ -9,6 +9,7 @@ import asyncio
 import os
 import random
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
