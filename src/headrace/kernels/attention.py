@@ -52,11 +52,16 @@ def paged_attention(
     Returns [T, heads, head_dim].
     """
     output = torch.empty_like(query)
-    single = [r for r, length in enumerate(batch.query_lens) if length == 1]
     starts = batch.query_starts.tolist()
-    if single:
-        tokens = [starts[r] for r in single]
-        output[tokens] = _attend_single(query[tokens], cache, batch, single, scale, sliding_window)
+    # Rows that are worked on at once are padded to the longest: by powers of two, no row is padded
+    # to more than twice its length.
+    singles: dict[int, list[int]] = {}
+    for r, length in enumerate(batch.query_lens):
+        if length == 1:
+            singles.setdefault(batch.context_list[r].bit_length(), []).append(r)
+    for rows in singles.values():
+        tokens = [starts[r] for r in rows]
+        output[tokens] = _attend_single(query[tokens], cache, batch, rows, scale, sliding_window)
     for r, length in enumerate(batch.query_lens):
         if length > 1:
             chunk = slice(starts[r], starts[r + 1])
