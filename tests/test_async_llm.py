@@ -173,14 +173,14 @@ def test_a_running_request_id_is_refused(engine: AsyncLLM) -> None:
         own = engine.generate("a", ENDLESS, str(number))
         await anext(own)
         await last_of(engine.generate("b", GREEDY))
-        await own.aclose()  # type: ignore[attr-defined]
+        await own.aclose()
         first = engine.generate("a", ENDLESS, "same")
         await anext(first)
         with pytest.raises(UsageError, match="request_id must be a text or None, not 5"):
             await anext(engine.generate("b", LONG, 5))  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="request_id 'same' is running already"):
             await anext(engine.generate("b", LONG, "same"))
-        await first.aclose()  # type: ignore[attr-defined]
+        await first.aclose()
         await last_of(engine.generate("c", GREEDY, "same"))
 
     asyncio.run(run())

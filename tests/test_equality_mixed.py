@@ -115,7 +115,7 @@ async def together(engine: AsyncLLM, requests: list[Request]) -> list[RequestOut
                 len(last.outputs[0].token_ids) >= request.abort_after
             ):
                 break
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         assert last is not None
         return last
 

@@ -5,7 +5,7 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -49,7 +49,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt; each output is everything so far, the last one is finished.
 
         A reader that is slower than the model is given what has come about meanwhile in one
