@@ -43,8 +43,9 @@ class _Transfer:
 
     complete: bool = False
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float) -> float:
         assert self.complete, "the simulator resumed a stage too early"
+        return 0.0
 
 
 @dataclass
@@ -107,7 +108,7 @@ class _Stage:
                 handle = self._start(channel, step, tensor)
                 self._links[channel].sends.append((tensor, handle))
             case Wait(channel, step):
-                value = self._ledger.wait(channel, step, timeout_s=1.0)
+                value = self._ledger.wait(channel, step, timeout_s=1.0).buffer
                 del self._buffers[self._handles.pop((channel, step))]
             case Compute(_, _, work):
                 value = work()

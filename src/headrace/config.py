@@ -4,9 +4,11 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_type_hints
 
+from headrace.engine.microbatch_count import MOST_MICROBATCHES, window_of
 from headrace.engine.prefill_policy import PrefillPolicyName
 from headrace.errors import UsageError
 from headrace.protocol.checks import check_type, unknown_name
+from headrace.protocol.messages import LinkEmulation
 from headrace.protocol.sampling_params import MAX_SEED
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -34,7 +36,10 @@ class EngineConfig:
         the caches of all stages may take.
     max_logprobs: log-probabilities of one position that a request may ask for; -1 for no limit.
     token_feedback: deferred, or blocking (for measuring).
-    num_microbatches: groups of sequences that take turns; None for one a stage.
+    num_microbatches: groups of sequences that take turns; None for as many as pay, chosen while
+        running.
+    link_latency_ms, link_bandwidth_mbps: emulate links that take so long for a message, one way,
+        and for so many megabits a second; for measuring.
     seed: base of the random numbers of requests without a seed.
     master_addr, master_port: where stages meet; port 0 picks a free one.
     stall_timeout: seconds that any wait inside the pipeline may take.
@@ -55,6 +60,8 @@ class EngineConfig:
     max_logprobs: int = 20
     token_feedback: Literal["deferred", "blocking"] = "deferred"
     num_microbatches: int | None = None
+    link_latency_ms: float = 0.0
+    link_bandwidth_mbps: float | None = None
     seed: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int = 0
@@ -75,10 +82,18 @@ class EngineConfig:
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "
                 f"--max-num-seqs {self.max_num_seqs}: each decoding sequence takes one token a step"
             )
-        if self.microbatches > max(self.sequences, self.pipeline_parallel_size):
+        if (self.num_microbatches or 0) > self.sequences:
             raise UsageError(
-                f"--num-microbatches {self.microbatches} is more than the {self.sequences} "
+                f"--num-microbatches {self.num_microbatches} is more than the {self.sequences} "
                 "sequences of --max-num-seqs: some would always be empty"
+            )
+        if not 0 <= self.link_latency_ms <= 60_000:
+            raise UsageError(
+                f"--link-latency-ms must be from 0 to 60000, not {self.link_latency_ms}"
+            )
+        if self.link_bandwidth_mbps is not None and not self.link_bandwidth_mbps > 0:
+            raise UsageError(
+                f"--link-bandwidth-mbps must be above 0, not {self.link_bandwidth_mbps}"
             )
         if self.max_logprobs < -1:
             raise UsageError(f"--max-logprobs must be at least -1, not {self.max_logprobs}")
@@ -124,14 +139,28 @@ class EngineConfig:
 
     @property
     def microbatches(self) -> int:
-        """Groups of sequences that take turns."""
-        return self.num_microbatches or self.pipeline_parallel_size
+        """Groups of sequences that take turns, at the start."""
+        return self.num_microbatches or min(self.pipeline_parallel_size, self.sequences)
+
+    @property
+    def most_microbatches(self) -> int:
+        """Groups that there may ever be."""
+        if self.pipeline_parallel_size == 1:
+            return self.microbatches
+        return self.num_microbatches or min(MOST_MICROBATCHES, self.sequences)
 
     @property
     def window(self) -> int:
-        """Steps planned beyond the newest result: each group's next, and two to hide the way of
-        plans and results."""
-        return max(self.microbatches, self.pipeline_parallel_size) + 2
+        """The most steps that may ever be planned beyond the newest result."""
+        return window_of(self.most_microbatches, self.pipeline_parallel_size)
+
+    @property
+    def link_emulation(self) -> LinkEmulation | None:
+        """How slow links are to be, if they are to be slower than they are."""
+        if not self.link_latency_ms and self.link_bandwidth_mbps is None:
+            return None
+        mbps = self.link_bandwidth_mbps
+        return LinkEmulation(self.link_latency_ms / 1e3, None if mbps is None else mbps * 1e6 / 8)
 
 
 def _flag(name: str) -> str:

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from headrace.checkpoint.config import config_from_gguf, config_from_huggingface
 from headrace.checkpoint.gguf_file import read_gguf
 from headrace.checkpoint.locate import ModelFiles, locate_model
+from headrace.checkpoint.synthetic import (
+    parse_stage_time,
+    synthetic_config,
+    synthetic_tokenizer,
+)
 from headrace.checkpoint.tokenizer import (
     Tokenizer,
     tokenizer_from_huggingface,
@@ -14,6 +19,7 @@ from headrace.checkpoint.tokenizer import (
 )
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
+from headrace.engine.microbatch_count import MicrobatchTuner, window_of
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.errors import ModelError, UsageError
 from headrace.pipeline.cache_size import choose_num_blocks
@@ -26,7 +32,7 @@ from headrace.pipeline.partition import (
     parse_layer_partition,
     stage_shares,
 )
-from headrace.protocol.messages import Loaded, Loading, StageConfig
+from headrace.protocol.messages import Loaded, Loading, StageConfig, SyntheticTime
 from headrace.protocol.model_config import ModelConfig, StageShare
 
 
@@ -55,7 +61,7 @@ def launch(
     """
     started = time.monotonic()
     files = locate_model(config.model)
-    model_config, load_tokenizer = _read_model(files)
+    model_config, load_tokenizer = _read_model(files, config.pipeline_parallel_size)
     shares = _shares(config, model_config)
     max_model_len = _max_model_len(config, model_config)
     dtype = _dtype(config, model_config)
@@ -73,13 +79,16 @@ def launch(
                     model_path=str(files.path.resolve()),
                     model_kind=files.kind,
                     model_config=model_config,
+                    synthetic=_synthetic(files),
                     dtype=dtype,
                     max_model_len=max_model_len,
                     max_num_seqs=config.sequences,
                     block_size=config.block_size,
                     window=config.window,
                     blocking_feedback=config.token_feedback == "blocking",
-                    stall_timeout=config.stall_timeout,
+                    start_timeout=config.stall_timeout,
+                    link_timeout=_link_timeout(config),
+                    link_emulation=config.link_emulation,
                     master_addr=config.master_addr,
                     master_port=master.getsockname()[1] if master else 0,
                     store_fd=master.fileno() if master and number == 0 else None,
@@ -115,12 +124,15 @@ def launch(
             block_size=config.block_size,
             num_blocks=num_blocks,
             num_microbatches=config.microbatches,
-            window=config.window,
+            window=window_of(config.microbatches, len(shares)),
             eos_token_ids=frozenset(model_config.eos_token_ids),
             prefix_caching=config.enable_prefix_caching,
             prefill_policy=config.prefill_policy,
         )
     )
+    # Nothing to choose where the user did, and where no token travels.
+    tuned = config.num_microbatches is None and len(shares) > 1
+    tuner = MicrobatchTuner(config.most_microbatches) if tuned else None
     engine = Engine(
         scheduler=scheduler,
         pipeline=stages,
@@ -130,6 +142,7 @@ def launch(
         seed=config.seed,
         stall_timeout=config.stall_timeout,
         max_logprobs=config.max_logprobs,
+        tuner=tuner,
     )
     return RunningEngine(
         engine=engine,
@@ -145,12 +158,26 @@ def launch(
     )
 
 
-def _read_model(files: ModelFiles) -> tuple[ModelConfig, Callable[[], Tokenizer]]:
+def _read_model(files: ModelFiles, num_stages: int) -> tuple[ModelConfig, Callable[[], Tokenizer]]:
     """The model's configuration, and what loads its tokenizer when there is time."""
+    if files.kind == "synthetic":
+        return synthetic_config(num_stages), synthetic_tokenizer
     if files.kind == "gguf":
         file = read_gguf(files.path)
         return config_from_gguf(file), lambda: tokenizer_of_gguf(file)
     return config_from_huggingface(files.path), lambda: tokenizer_from_huggingface(files.path)
+
+
+def _synthetic(files: ModelFiles) -> SyntheticTime | None:
+    return parse_stage_time(str(files.path)) if files.kind == "synthetic" else None
+
+
+def _link_timeout(config: EngineConfig) -> float:
+    """Seconds after which a stage gives up on a message by itself.
+
+    The engine, which knows what a step may take and what the others do, ends a stall long before.
+    """
+    return max(600.0, 10 * config.stall_timeout)
 
 
 def _shares(config: EngineConfig, model: ModelConfig) -> list[StageShare]:

@@ -24,7 +24,7 @@ class Pipeline:
     def send(self, plan: Plan) -> None:
         self.plans.append(plan)
         tokens = [[3] if row.yields & Yield.TOKEN else [] for row in plan.rows]
-        report = Report(0, plan.step, 0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.5, 0.25, 99)
+        report = Report(0, plan.step, 0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.5, 0.25, None, [], 99)
         self.answers += [Result(0, plan.step, tokens, []), report]
 
     def receive(self, timeout_s: float) -> list[Result | Report]:

@@ -21,10 +21,11 @@ class Handle:
     fails: bool = False
     waits: int = 0
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float) -> float:
         self.waits += 1
         if self.fails:
             raise Broken
+        return 1.5
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -59,7 +60,7 @@ class AnyOrder(RuleBasedStateMachine):
             with pytest.raises(Broken):
                 self.ledger.wait(channel, step, 1.0)
         else:
-            assert self.ledger.wait(channel, step, 1.0) is buffer
+            assert self.ledger.wait(channel, step, 1.0) == (buffer, 1.5)
 
     @invariant()
     def nothing_is_lost_or_waited_for_twice(self) -> None:

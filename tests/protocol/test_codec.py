@@ -78,7 +78,7 @@ def test_plans_survive_the_way_to_a_stage(plan: Plan) -> None:
     [
         Result(0, 3, [[5], []], []),
         Result(0, 3, [[5]], [RowLogprobs(0, TokenLogprobs([5, 9], [-0.5, -0.1], 2), [])]),
-        Report(0, 3, 1, 1.0, 2.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 7),
+        Report(0, 3, 1, 1.0, 2.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.5, [(3, 1.25)], 7),
         Failure(1, "ModelError", "why", 2, "trace"),
         Loaded(0, 1, 2),
         Loading(0, "weights", 0.5),

@@ -176,7 +176,9 @@ class _InstantPipeline:
             [_hash(row.slot, plan.step, self.vocab_size)] if row.yields & Yield.TOKEN else []
             for row in plan.rows
         ]
-        report = Report(plan.epoch, plan.step, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.01, 0.001, 0)
+        report = Report(
+            plan.epoch, plan.step, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.01, 0.001, None, [], 0
+        )
         result = codec.encode(Result(plan.epoch, plan.step, tokens, []))
         self._answers.append((result, codec.encode(report)))
         self.answering_s += perf_counter() - encoded

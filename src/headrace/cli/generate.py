@@ -80,7 +80,13 @@ def generate(
         str, typer.Option(help="deferred, or blocking to measure what engines used to do.")
     ] = "deferred",
     num_microbatches: Annotated[
-        int | None, typer.Option(help="Groups of sequences that take turns; default: one a stage.")
+        str, typer.Option(help="Groups of sequences that take turns; auto: as many as pay.")
+    ] = "auto",
+    link_latency_ms: Annotated[
+        float, typer.Option(help="Emulate links that take so long for a message, one way.")
+    ] = 0.0,
+    link_bandwidth_mbps: Annotated[
+        float | None, typer.Option(help="Emulate links of so many megabits a second.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Base of the random numbers.")] = 0,
     master_addr: Annotated[str, typer.Option(help="Address where stages meet.")] = "127.0.0.1",
@@ -115,7 +121,9 @@ def generate(
         "kv_cache_memory": kv_cache_memory,
         "gpu_memory_utilization": gpu_memory_utilization,
         "token_feedback": token_feedback,
-        "num_microbatches": num_microbatches,
+        "num_microbatches": parse_num_microbatches(num_microbatches),
+        "link_latency_ms": link_latency_ms,
+        "link_bandwidth_mbps": link_bandwidth_mbps,
         "seed": seed,
         "master_addr": master_addr,
         "master_port": master_port,
@@ -141,6 +149,16 @@ def generate(
         else:
             _print_summary(llm, ids, answer)
     return 0
+
+
+def parse_num_microbatches(text: str) -> int | None:
+    """The number, or None for auto. Raises UsageError for anything else."""
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"--num-microbatches must be auto or a number, not {text!r}") from None
 
 
 @dataclass
@@ -207,6 +225,8 @@ def _as_json(llm: LLM, prompt: list[int], answer: _Answer) -> dict[str, Any]:
             "output_tokens_per_s": round(answer.tokens_per_s, 2),
         },
         "dtype": running.dtype,
+        "num_microbatches": running.engine.scheduler.num_microbatches,
+        **_emulation(llm),
         "stages": [
             {
                 "layers": share.num_layers,
@@ -220,6 +240,19 @@ def _as_json(llm: LLM, prompt: list[int], answer: _Answer) -> dict[str, Any]:
                 running.shares, running.engine.usage, running.loaded, strict=True
             )
         ],
+    }
+
+
+def _emulation(llm: LLM) -> dict[str, Any]:
+    """What makes the figures those of another link than the machine's; empty if nothing does."""
+    if llm.config.link_emulation is None:
+        return {}
+    config = llm.config
+    return {
+        "emulated_link": {
+            "latency_ms": config.link_latency_ms,
+            "bandwidth_mbps": config.link_bandwidth_mbps,
+        }
     }
 
 
@@ -245,6 +278,8 @@ def _print_summary(llm: LLM, prompt: list[int], answer: _Answer) -> None:
             f"{usage.peak_memory_bytes / 2**20:.0f} MiB",
         )
     console.print(table)
+    if emulated := _emulation(llm):
+        console.print(f"The links were emulated: {emulated['emulated_link']}", highlight=False)
     if len(running.shares) > 1:
         console.print(
             "A single request goes from stage to stage: each waits while the others compute.",

@@ -1,5 +1,6 @@
 """The engine's loop: fill the window with plans, take results, hand out text."""
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -10,17 +11,21 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from headrace.engine.detokenizer import Detokenizer, TextStream
+from headrace.engine.link_time import LinkTime
+from headrace.engine.microbatch_count import MicrobatchTuner, window_of
 from headrace.engine.outputs import Logprob, Logprobs, OutputDelta
 from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Accepted, Scheduler
 from headrace.engine.stage_usage import StageUsage
-from headrace.engine.step_cost import CostFit, StepWork, dearest
+from headrace.engine.step_cost import CostFit, StepCost, StepWork, dearest
 from headrace.engine.stop_strings import StopStrings
 from headrace.errors import PipelineError, UsageError
 from headrace.protocol.checks import check_type
 from headrace.protocol.messages import Report, Result, TokenLogprobs
 from headrace.protocol.plan import Plan
 from headrace.protocol.sampling_params import MAX_SEED, SamplingParams, resolve
+
+_log = logging.getLogger(__name__)
 
 # Odd constant of the 64-bit golden ratio (Steele, Lea, Flood 2014): spreads consecutive request
 # numbers over the seed space.
@@ -52,7 +57,8 @@ class Engine:
 
     vocab_size bounds token ids; seed is the base for requests without one; stall_timeout, in
     seconds, is how long a step in flight may go without any result. max_logprobs: of one position
-    that a request may ask for, -1 for no limit. costs: each stage's measured cost of a step.
+    that a request may ask for, -1 for no limit. tuner: chooses the number of microbatches; None
+    leaves it. costs: each stage's measured cost of a step.
     """
 
     scheduler: Scheduler
@@ -63,8 +69,11 @@ class Engine:
     seed: int
     stall_timeout: float
     max_logprobs: int
+    tuner: MicrobatchTuner | None = None
+    clock: Callable[[], float] = time.monotonic
     usage: list[StageUsage] = field(init=False)
     costs: list[CostFit] = field(init=False)
+    link_time: LinkTime = field(init=False)
     _detokenizer: Detokenizer = field(init=False)
     _token_text: Callable[[int], str] = field(init=False)
     _requests: dict[int, list[Sequence]] = field(default_factory=dict, init=False)
@@ -74,10 +83,13 @@ class Engine:
     _reports: dict[int, int] = field(default_factory=dict, init=False)
     _next_request: int = field(default=0, init=False)
     _last_progress: float = field(default=0.0, init=False)
+    _next_look: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.usage = [StageUsage() for _ in range(self.num_stages)]
         self.costs = [CostFit() for _ in range(self.num_stages)]
+        most = self.scheduler.num_microbatches if self.tuner is None else self.tuner.most
+        self.link_time = LinkTime(self.num_stages, window_of(most, self.num_stages))
         self._detokenizer = Detokenizer(self.tokenizer)
         self._token_text = lru_cache(maxsize=65536)(
             lambda token: str(self.tokenizer.decode([token], skip_special_tokens=False))
@@ -129,7 +141,7 @@ class Engine:
         for sequence in list(self._requests.get(request_id, ())):
             self.scheduler.finish(sequence, "abort")
             text = self._rest_of_text(self._texts[sequence])
-            deltas.append(self._delta(sequence, None, text, time.monotonic()))
+            deltas.append(self._delta(sequence, None, text, self.clock()))
             self._forget(sequence)
         return deltas
 
@@ -146,7 +158,7 @@ class Engine:
     def step(self, timeout_s: float = 1.0) -> list[OutputDelta]:
         """Send every plan the window has room for, then take what the stages answered."""
         if self.scheduler.steps_in_flight == 0:
-            self._last_progress = time.monotonic()
+            self._last_progress = self.clock()
         while (plan := self.scheduler.plan()) is not None:
             self._works[plan.step] = self.scheduler.newest_work
             self.pipeline.send(plan)
@@ -161,11 +173,15 @@ class Engine:
 
     def take_result(self, result: Result) -> list[OutputDelta]:
         """What the result of the oldest step in flight brought to whom."""
-        now = time.monotonic()
+        now = self.clock()
         deltas = [self._to_output(entry, now) for entry in self.scheduler.take_result(result)]
         # Afterwards: time that this took is not the stages'.
-        self._last_progress = time.monotonic()
+        self._last_progress = self.clock()
         return deltas
+
+    def set_microbatches(self, count: int) -> None:
+        """Have so many groups of sequences take turns, from the next plan on."""
+        self.scheduler.set_microbatches(count, window_of(count, self.num_stages))
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         """Raises UsageError for tokens that the vocabulary does not have."""
@@ -279,17 +295,40 @@ class Engine:
     def _take_report(self, report: Report) -> None:
         """Learn from a stage's times what steps cost: that sets the pace, never the tokens."""
         self.usage[report.stage].add(report)
+        self.link_time.add(report)
         work = self._works[report.step]
         self.costs[report.stage].add(work, report.forward_s + report.sample_s)
         self._reports[report.step] = self._reports.get(report.step, 0) + 1
         if self._reports[report.step] == self.num_stages:
             del self._works[report.step], self._reports[report.step]
             if work.tokens:
-                self.scheduler.cost = dearest([fit.cost for fit in self.costs], work)
+                costs = [fit.cost for fit in self.costs]
+                self.scheduler.cost = dearest(costs, work)
+                self._tune(report.step, costs)
+
+    def _tune(self, step: int, costs: list[StepCost]) -> None:
+        """Once a round of turns, see whether another number of microbatches pays."""
+        work = self.scheduler.decode_work
+        if self.tuner is None or step < self._next_look or not work.tokens:
+            return
+        current, link_s = self.scheduler.num_microbatches, self.link_time.seconds
+        count = self.tuner.next_count(current, work, costs, link_s)
+        self._next_look = step + max(count, self.num_stages)
+        if count != current:
+            self.set_microbatches(count)
+            _log.info(
+                "num_microbatches %d -> %d: %d sequences decode, a step of all takes the slowest "
+                "stage %.1f ms, links take %.1f ms",
+                current,
+                count,
+                work.tokens,
+                max(cost.seconds(work) for cost in costs) * 1e3,
+                link_s * 1e3,
+            )
 
     def _check_stall(self) -> None:
         due = self.scheduler.oldest_step_in_flight
-        if due is None or time.monotonic() - self._last_progress < self.stall_timeout:
+        if due is None or self.clock() - self._last_progress < self.stall_timeout:
             return
         # The first stage that is behind holds up the others.
         newest = [usage.newest_step for usage in self.usage]

@@ -59,6 +59,25 @@ class Microbatches:
         self._groups[group].context += rows
         self._turn = (group + 1) % len(self._groups)
 
+    def resize(self, count: int) -> None:
+        """Spread the sequences over so many groups, moving no more of them than needed."""
+        everyone = sum(len(group.sequences) for group in self._groups)
+        room = [everyone // count + (n < everyone % count) for n in range(count)]
+        moving = []
+        for number, group in enumerate(self._groups):
+            kept = room[number] if number < count else 0
+            moving += group.sequences[kept:]
+        for sequence in moving:
+            self.leave(sequence)
+        del self._groups[count:]
+        self._groups += [_Group() for _ in range(count - len(self._groups))]
+        for sequence in moving:
+            sizes = [
+                len(group.sequences) - size for group, size in zip(self._groups, room, strict=True)
+            ]
+            self._add(sequence, sizes.index(min(sizes)))
+        self._turn %= count
+
     def join(self, sequence: Sequence, current: int) -> None:
         """Take in a sequence that is prefilled: into the step's own group unless another has less
         to do."""

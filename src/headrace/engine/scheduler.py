@@ -35,7 +35,10 @@ from headrace.protocol.plan import Admission, BlocksAppended, Plan, TokenRef
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of the scheduler; tokens and sequences are counts, window is in steps."""
+    """Limits of the scheduler; tokens and sequences are counts, window is in steps.
+
+    num_microbatches and window are those at the start.
+    """
 
     max_model_len: int
     max_num_seqs: int
@@ -91,6 +94,7 @@ class Scheduler:
         # Ordered by rank.
         self._prefilling: list[Sequence] = []
         self._groups = Microbatches(config.num_microbatches)
+        self._window = config.window
         # Those whose slot and blocks the next plan gives back.
         self._releasing: list[Sequence] = []
         self._in_flight: deque[StepInFlight] = deque()
@@ -122,6 +126,21 @@ class Scheduler:
     def num_running(self) -> int:
         """Sequences that have a slot and go on."""
         return len(self._prefilling) + self._groups.decoding
+
+    @property
+    def num_microbatches(self) -> int:
+        """Groups of decoding sequences that take turns."""
+        return self._groups.count
+
+    @property
+    def decode_work(self) -> StepWork:
+        """What a step with a row of every decoding sequence would carry."""
+        return total_work(self._groups.work(n) for n in range(self._groups.count))
+
+    def set_microbatches(self, count: int, window: int) -> None:
+        """Have so many groups, and so many steps in flight at most, from the next plan on."""
+        self._groups.resize(count)
+        self._window = window
 
     @property
     def idle(self) -> bool:
@@ -170,7 +189,7 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next plan, or None if the window is full or there is nothing to do."""
-        if len(self._in_flight) >= self.config.window:
+        if len(self._in_flight) >= self._window:
             return None
         draft = PlanDraft(self._next_step)
         self._groups.even_out(self.cost)
@@ -312,7 +331,7 @@ class Scheduler:
             self._add_chunk(draft, sequence, count)
 
     def _situation(self, draft: PlanDraft) -> Situation:
-        groups = total_work(self._groups.work(n) for n in range(self._groups.count))
+        groups = self.decode_work
         running = [
             StepWork(s.prefill_left, chunk_attended(s.planned_positions, s.prefill_left), 1)
             for s in self._prefilling

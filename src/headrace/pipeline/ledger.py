@@ -40,8 +40,18 @@ class Channel(NamedTuple):
 class Handle(Protocol):
     """A transfer that was started; each backend says what waiting for it means."""
 
-    def wait(self, timeout_s: float) -> None:
-        """Return when the buffer may be used again; LinkError if it cannot be."""
+    def wait(self, timeout_s: float) -> float:
+        """Return when the buffer may be used again; LinkError if it cannot be.
+
+        Returns the moment from which it could have been, in seconds of the stage's clock.
+        """
+
+
+class Completed(NamedTuple):
+    """A transfer that was waited for. at: when it was complete, however late that was noticed."""
+
+    buffer: torch.Tensor
+    at: float
 
 
 class LedgerError(Exception):
@@ -69,15 +79,14 @@ class Ledger:
         self._newest[channel] = step
         self._open.setdefault(channel, {})[step] = _Entry(handle, buffer)
 
-    def wait(self, channel: Channel, step: int, timeout_s: float) -> torch.Tensor:
+    def wait(self, channel: Channel, step: int, timeout_s: float) -> Completed:
         """Wait for a transfer and give up its buffer. LedgerError if it is not open."""
         entry = self._open.get(channel, {}).pop(step, None)
         if entry is None:
             if step <= self._newest.get(channel, -1):
                 raise LedgerError(f"{_name(channel, step)} waited for twice, or never started")
             raise LedgerError(f"{_name(channel, step)} was never started")
-        entry.handle.wait(timeout_s)
-        return entry.buffer
+        return Completed(entry.buffer, entry.handle.wait(timeout_s))
 
     def open_transfers(self) -> Iterator[tuple[Channel, int]]:
         """All transfers not waited for yet, each channel's in step order."""

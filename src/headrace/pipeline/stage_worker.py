@@ -27,7 +27,8 @@ from headrace.pipeline.effects import (
 from headrace.pipeline.executor import ModelExecutor, cache_bytes_per_block
 from headrace.pipeline.ledger import Channel, Ledger, Tensors
 from headrace.pipeline.links import Link, LinkError, Rendezvous, connect, disconnect
-from headrace.pipeline.stage_loop import StageRole, stage_loop
+from headrace.pipeline.stage_loop import Executor, StageRole, stage_loop
+from headrace.pipeline.synthetic import SyntheticExecutor
 from headrace.pipeline.timeline import Activity, StepTimes
 from headrace.protocol import codec
 from headrace.protocol.messages import (
@@ -88,7 +89,7 @@ def drive(
     control: ControlSocket,
     links: dict[Channel, Link],
     times: StepTimes,
-    stall_timeout: float,
+    link_timeout: float,
 ) -> None:
     """Carry out a stage loop's effects until it ends."""
     ledger = Ledger()
@@ -108,10 +109,13 @@ def drive(
             case PostReceive(channel, step, buffer):
                 ledger.open(channel, step, links[channel].receive(buffer), buffer)
             case Send(channel, step, tensor):
+                times.sent(started)
                 ledger.open(channel, step, links[channel].send(tensor), tensor)
             case Wait(channel, step):
-                value = ledger.wait(channel, step, stall_timeout)
+                value, at = ledger.wait(channel, step, link_timeout)
                 incoming = channel.target == times.stage
+                if incoming:
+                    times.arrived(step, at)
                 activity = _WAIT_OF[channel.tensors] if incoming else "send_wait"
                 times.add(activity, started, time.monotonic())
             case Compute(kind, _, work):
@@ -126,29 +130,16 @@ def drive(
 def run_stage(config: StageConfig, control: ControlSocket) -> None:
     """Load, meet the other stages, run the loop to its end."""
     device = torch.device("cpu")
-    model = _load(config, control, device)
-    control.send(
-        Loaded(config.stage, model.weight_bytes, cache_bytes_per_block(model, config.block_size))
-    )
-    cache = control.receive()
-    if not isinstance(cache, CacheConfig):
-        raise PipelineError(f"expected the cache's size, got {type(cache).__name__}")
-    try:
-        executor = ModelExecutor(
-            model=model,
-            max_num_seqs=config.max_num_seqs,
-            num_blocks=cache.num_blocks,
-            block_size=config.block_size,
-            max_blocks=-(-config.max_model_len // config.block_size),
-            device=device,
-        )
-    except (RuntimeError, MemoryError) as error:
-        raise StartError(
-            f"not enough memory for {cache.num_blocks} cache blocks: "
-            "lower --kv-cache-memory or --max-model-len"
-        ) from error
+    executor = _executor(config, control, device)
     rendezvous = Rendezvous(config.master_addr, config.master_port, config.store_fd)
-    links = connect(rendezvous, config.stage, config.num_stages, device, config.stall_timeout)
+    links = connect(
+        rendezvous,
+        config.stage,
+        config.num_stages,
+        device,
+        config.start_timeout,
+        config.link_emulation,
+    )
     control.send(Ready(config.stage))
     role = StageRole(
         stage=config.stage,
@@ -164,12 +155,49 @@ def run_stage(config: StageConfig, control: ControlSocket) -> None:
             control,
             links,
             StepTimes(config.epoch, config.stage),
-            config.stall_timeout,
+            config.link_timeout,
         )
     disconnect()
 
 
+def _executor(config: StageConfig, control: ControlSocket, device: torch.device) -> Executor:
+    """What computes this stage's steps, with its weights and its cache."""
+    if config.synthetic is not None:
+        control.send(Loaded(config.stage, weight_bytes=0, cache_bytes_per_block=1))
+        _receive_cache_config(control)
+        return SyntheticExecutor(
+            config.synthetic, config.model_config.hidden_size, getattr(torch, config.dtype), device
+        )
+    model = _load(config, control, device)
+    control.send(
+        Loaded(config.stage, model.weight_bytes, cache_bytes_per_block(model, config.block_size))
+    )
+    cache = _receive_cache_config(control)
+    try:
+        return ModelExecutor(
+            model=model,
+            max_num_seqs=config.max_num_seqs,
+            num_blocks=cache.num_blocks,
+            block_size=config.block_size,
+            max_blocks=-(-config.max_model_len // config.block_size),
+            device=device,
+        )
+    except (RuntimeError, MemoryError) as error:
+        raise StartError(
+            f"not enough memory for {cache.num_blocks} cache blocks: "
+            "lower --kv-cache-memory or --max-model-len"
+        ) from error
+
+
+def _receive_cache_config(control: ControlSocket) -> CacheConfig:
+    message = control.receive()
+    if not isinstance(message, CacheConfig):
+        raise PipelineError(f"expected the cache's size, got {type(message).__name__}")
+    return message
+
+
 def _load(config: StageConfig, control: ControlSocket, device: torch.device) -> LlamaStage:
+    assert config.model_kind != "synthetic"
     source = open_tensors(
         ModelFiles(Path(config.model_path), config.model_kind), config.model_config
     )

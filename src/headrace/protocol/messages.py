@@ -8,12 +8,29 @@ from headrace.protocol.model_config import ModelConfig, StageShare
 from headrace.protocol.plan import Plan
 
 
+class LinkEmulation(msgspec.Struct, array_like=True, frozen=True):
+    """Links that are slower than they are: each message takes latency_s, and its size over
+    bytes_per_s (None: no time at all)."""
+
+    latency_s: float = 0.0
+    bytes_per_s: float | None = None
+
+
+class SyntheticTime(msgspec.Struct, array_like=True, frozen=True):
+    """What a synthetic stage takes for a step, in seconds: fixed_s, and per_row_s a row."""
+
+    fixed_s: float
+    per_row_s: float
+
+
 class StageConfig(msgspec.Struct, tag="stage_config", array_like=True, frozen=True, kw_only=True):
     """First message to a stage: which part of which model it runs and how.
 
     model_path and model_kind say where the weights are; dtype is the name of a torch dtype.
-    master_addr and master_port are the rendezvous store's; store_fd is its listening socket,
-    inherited by the first stage alone. stall_timeout, in seconds, bounds every wait for a peer.
+    synthetic: run no model, only take this time. window: the most steps that the engine may plan
+    beyond the newest result. master_addr and master_port are the rendezvous store's; store_fd is
+    its listening socket, inherited by the first stage alone. start_timeout and link_timeout, in
+    seconds, bound the wait for the others to come, and for one of their messages.
     """
 
     epoch: int
@@ -21,15 +38,18 @@ class StageConfig(msgspec.Struct, tag="stage_config", array_like=True, frozen=Tr
     num_stages: int
     share: StageShare
     model_path: str
-    model_kind: Literal["gguf", "huggingface"]
+    model_kind: Literal["gguf", "huggingface", "synthetic"]
     model_config: ModelConfig
+    synthetic: SyntheticTime | None
     dtype: str
     max_model_len: int
     max_num_seqs: int
     block_size: int
     window: int
     blocking_feedback: bool
-    stall_timeout: float
+    start_timeout: float
+    link_timeout: float
+    link_emulation: LinkEmulation | None
     master_addr: str
     master_port: int
     store_fd: int | None
@@ -105,7 +125,10 @@ class Report(msgspec.Struct, tag="report", array_like=True, frozen=True):
     """Any stage to engine after a step: where the time went, in seconds of its own clock.
 
     Reports influence speed and health, never tokens. began is the moment the stage had the plan,
-    ended the moment it was done with the step.
+    ended the moment it was done with the step. sent_at: when it started to send what the step
+    gives to another stage, activations or on the last stage feedback; None if it gives nothing.
+    arrivals: the moments at which transfers that it received and waited for since the last report
+    were there, by step (activations; on the first stage feedback).
     """
 
     epoch: int
@@ -119,6 +142,8 @@ class Report(msgspec.Struct, tag="report", array_like=True, frozen=True):
     send_wait_s: float
     forward_s: float
     sample_s: float
+    sent_at: float | None
+    arrivals: list[tuple[int, float]]
     peak_memory_bytes: int
 
 

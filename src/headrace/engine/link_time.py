@@ -1,0 +1,64 @@
+"""How long a message takes between two stages, from the stages' reports."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from headrace.protocol.messages import Report
+
+_MEMORY = 32
+# Steps whose parts are kept while some are missing, in windows.
+_WINDOWS_KEPT = 4
+
+
+@dataclass(slots=True)
+class _Way:
+    """A step's way round the stages. link_s: time on links, once all parts are in."""
+
+    link_s: float = 0.0
+    parts: int = 0
+
+
+@dataclass
+class LinkTime:
+    """Mean one-way time of a link, without comparing two stages' clocks.
+
+    A step's activations leave the first stage, pass the others, and its feedback comes back: that
+    time on the first stage's clock, less the time between arrival and departure on each other
+    stage's own, was spent on links. The median of recent steps counts.
+    """
+
+    num_stages: int
+    window: int
+    _ways: dict[int, _Way] = field(default_factory=dict, init=False)
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_MEMORY), init=False)
+
+    @property
+    def seconds(self) -> float:
+        """Of a message between neighbours; 0 before the first is measured, and with one stage."""
+        return max(0.0, median(self._recent)) if self._recent else 0.0
+
+    def add(self, report: Report) -> None:
+        """Take in what one stage saw of one step, and of earlier ones' feedback."""
+        if self.num_stages == 1:
+            return
+        if report.stage == 0:
+            if report.sent_at is not None:
+                self._add_part(report.step, -report.sent_at)
+            for step, at in report.arrivals:
+                self._add_part(step, at)
+            return
+        for step, at in report.arrivals:
+            if step == report.step and report.sent_at is not None:
+                self._add_part(step, at - report.sent_at)
+
+    def _add_part(self, step: int, seconds: float) -> None:
+        way = self._ways.setdefault(step, _Way())
+        way.link_s += seconds
+        way.parts += 1
+        if way.parts == self.num_stages + 1:
+            self._recent.append(way.link_s / self.num_stages)
+            del self._ways[step]
+        # Steps without feedback are never complete.
+        while len(self._ways) > _WINDOWS_KEPT * self.window:
+            del self._ways[next(iter(self._ways))]
