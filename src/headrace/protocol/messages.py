@@ -147,6 +147,36 @@ class Report(msgspec.Struct, tag="report", array_like=True, frozen=True):
     peak_memory_bytes: int
 
 
+class Activity(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A piece of a stage's time line. began, ended: in seconds of the stage's clock.
+
+    kind: plan_wait, feedback_wait, activation_wait, send_wait, forward, sample or send. step,
+    microbatch: the step that the stage is at (-1: none yet). of: the step whose tensor is waited
+    for or sent, else step. ended is None while it goes on.
+    """
+
+    kind: str
+    step: int
+    microbatch: int
+    of: int
+    began: float
+    ended: float | None
+
+
+class ShowTimeline(msgspec.Struct, tag="show_timeline", array_like=True, frozen=True):
+    """To a stage, at any time: answer with your time line, at most its last so many activities."""
+
+    last: int
+
+
+class Timeline(msgspec.Struct, tag="timeline", array_like=True, frozen=True):
+    """A stage's activities, oldest first. now: its clock when it answered."""
+
+    stage: int
+    now: float
+    activities: list[Activity]
+
+
 class Failure(msgspec.Struct, tag="failure", array_like=True, frozen=True):
     """A stage gives up.
 
