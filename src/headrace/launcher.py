@@ -4,9 +4,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from headrace.checkpoint.config import config_from_gguf, config_from_huggingface
 from headrace.checkpoint.gguf_file import read_gguf
-from headrace.checkpoint.locate import ModelFiles, locate_model
+from headrace.checkpoint.locate import SYNTHETIC, ModelFiles, locate_model
 from headrace.checkpoint.synthetic import (
     parse_stage_time,
     synthetic_config,
@@ -18,7 +20,7 @@ from headrace.checkpoint.tokenizer import (
     tokenizer_of_gguf,
 )
 from headrace.config import EngineConfig
-from headrace.engine.engine import Engine
+from headrace.engine.engine import Engine, Pipeline
 from headrace.engine.microbatch_count import MicrobatchTuner, window_of
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.errors import ModelError, UsageError
@@ -32,8 +34,14 @@ from headrace.pipeline.partition import (
     parse_layer_partition,
     stage_shares,
 )
-from headrace.protocol.messages import Loaded, Loading, StageConfig, SyntheticTime
+from headrace.pipeline.synthetic import SyntheticExecutor
+from headrace.pipeline.virtual_links import VirtualClock, VirtualNetwork
+from headrace.pipeline.virtual_stages import VirtualStages
+from headrace.protocol.messages import LinkEmulation, Loaded, Loading, StageConfig, SyntheticTime
 from headrace.protocol.model_config import ModelConfig, StageShare
+
+# Seconds for the stages to meet, which has nothing to do with how long a step may take.
+_START_TIMEOUT = 60.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,7 @@ class RunningEngine:
 
     engine: Engine
     stages: StageProcesses
+    stage_configs: list[StageConfig]
     tokenizer: Tokenizer
     model_config: ModelConfig
     shares: list[StageShare]
@@ -69,33 +78,32 @@ def launch(
     pipelined = config.pipeline_parallel_size > 1
     master = bind_master(config.master_addr, config.master_port) if pipelined else None
     try:
-        stages = StageProcesses(
-            [
-                StageConfig(
-                    epoch=0,
-                    stage=number,
-                    num_stages=len(shares),
-                    share=share,
-                    model_path=str(files.path.resolve()),
-                    model_kind=files.kind,
-                    model_config=model_config,
-                    synthetic=_synthetic(files),
-                    dtype=dtype,
-                    max_model_len=max_model_len,
-                    max_num_seqs=config.sequences,
-                    block_size=config.block_size,
-                    window=config.window,
-                    blocking_feedback=config.token_feedback == "blocking",
-                    start_timeout=config.stall_timeout,
-                    link_timeout=_link_timeout(config),
-                    link_emulation=config.link_emulation,
-                    master_addr=config.master_addr,
-                    master_port=master.getsockname()[1] if master else 0,
-                    store_fd=master.fileno() if master and number == 0 else None,
-                )
-                for number, share in enumerate(shares)
-            ]
-        )
+        stage_configs = [
+            StageConfig(
+                epoch=0,
+                stage=number,
+                num_stages=len(shares),
+                share=share,
+                model_path=str(files.path.resolve()),
+                model_kind=files.kind,
+                model_config=model_config,
+                synthetic=_synthetic(files),
+                dtype=dtype,
+                max_model_len=max_model_len,
+                max_num_seqs=config.sequences,
+                block_size=config.block_size,
+                window=config.window,
+                blocking_feedback=config.token_feedback == "blocking",
+                start_timeout=max(_START_TIMEOUT, config.stall_timeout),
+                link_timeout=_link_timeout(config),
+                link_emulation=config.link_emulation,
+                master_addr=config.master_addr,
+                master_port=master.getsockname()[1] if master else 0,
+                store_fd=master.fileno() if master and number == 0 else None,
+            )
+            for number, share in enumerate(shares)
+        ]
+        stages = StageProcesses(stage_configs)
     finally:
         if master:
             master.close()
@@ -116,37 +124,11 @@ def launch(
     except BaseException:
         stages.close(drain=False)
         raise
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_model_len=max_model_len,
-            max_num_seqs=config.sequences,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            block_size=config.block_size,
-            num_blocks=num_blocks,
-            num_microbatches=config.microbatches,
-            window=window_of(config.microbatches, len(shares)),
-            eos_token_ids=frozenset(model_config.eos_token_ids),
-            prefix_caching=config.enable_prefix_caching,
-            prefill_policy=config.prefill_policy,
-        )
-    )
-    # Nothing to choose where the user did, and where no token travels.
-    tuned = config.num_microbatches is None and len(shares) > 1
-    tuner = MicrobatchTuner(config.most_microbatches) if tuned else None
-    engine = Engine(
-        scheduler=scheduler,
-        pipeline=stages,
-        tokenizer=tokenizer.core,
-        vocab_size=model_config.vocab_size,
-        num_stages=len(shares),
-        seed=config.seed,
-        stall_timeout=config.stall_timeout,
-        max_logprobs=config.max_logprobs,
-        tuner=tuner,
-    )
+    engine = _engine(config, model_config, stages, tokenizer, max_model_len, num_blocks)
     return RunningEngine(
         engine=engine,
         stages=stages,
+        stage_configs=stage_configs,
         tokenizer=tokenizer,
         model_config=model_config,
         shares=shares,
@@ -155,6 +137,95 @@ def launch(
         max_model_len=max_model_len,
         num_blocks=num_blocks,
         load_s=time.monotonic() - started,
+    )
+
+
+@dataclass(frozen=True)
+class VirtualEngine:
+    """An engine whose stages exist in virtual time only. clock: theirs."""
+
+    engine: Engine
+    stages: VirtualStages
+    clock: VirtualClock
+
+
+def launch_virtual(config: EngineConfig) -> VirtualEngine:
+    """An engine for a synthetic model, on a clock that moves only while the engine waits.
+
+    Links take what the config's emulation says, and no time without; plans and results take none.
+    """
+    stage_time = parse_stage_time(config.model.removeprefix(SYNTHETIC))
+    num_stages = config.pipeline_parallel_size
+    model_config = synthetic_config(num_stages)
+    max_model_len = _max_model_len(config, model_config)
+    emulation = config.link_emulation or LinkEmulation()
+    clock = VirtualClock()
+    network = VirtualNetwork(
+        clock, num_stages, lambda _: emulation.latency_s, emulation.bytes_per_s
+    )
+    executor = SyntheticExecutor(
+        stage_time, model_config.hidden_size, torch.float32, sleep=lambda _: None
+    )
+    stages = VirtualStages(
+        clock,
+        network,
+        [executor] * num_stages,
+        config.window,
+        config.sequences,
+        blocking_feedback=config.token_feedback == "blocking",
+        compute_s=lambda stage, plan, kind: executor.seconds(plan) if kind == "forward" else 0.0,
+    )
+    num_blocks = -(-max_model_len // config.block_size) * config.sequences
+    engine = _engine(
+        config,
+        model_config,
+        stages,
+        synthetic_tokenizer(),
+        max_model_len,
+        num_blocks,
+        lambda: clock.now,
+    )
+    return VirtualEngine(engine, stages, clock)
+
+
+def _engine(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    stages: Pipeline,
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    num_blocks: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> Engine:
+    num_stages = config.pipeline_parallel_size
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=config.sequences,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            num_microbatches=config.microbatches,
+            window=window_of(config.microbatches, num_stages),
+            eos_token_ids=frozenset(model_config.eos_token_ids),
+            prefix_caching=config.enable_prefix_caching,
+            prefill_policy=config.prefill_policy,
+        ),
+        clock,
+    )
+    # Nothing to choose where the user did, and where no token travels.
+    tuned = config.num_microbatches is None and num_stages > 1
+    return Engine(
+        scheduler=scheduler,
+        pipeline=stages,
+        tokenizer=tokenizer.core,
+        vocab_size=model_config.vocab_size,
+        num_stages=num_stages,
+        seed=config.seed,
+        stall_timeout=config.stall_timeout,
+        max_logprobs=config.max_logprobs,
+        tuner=MicrobatchTuner(config.most_microbatches) if tuned else None,
+        clock=clock,
     )
 
 

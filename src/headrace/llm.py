@@ -9,7 +9,7 @@ from typing import Any
 from headrace.checkpoint.tokenizer import Message
 from headrace.config import EngineConfig
 from headrace.engine.outputs import OutputDelta, OutputGatherer, RequestOutput
-from headrace.errors import UsageError
+from headrace.errors import PipelineError, UsageError
 from headrace.launcher import RunningEngine, launch
 from headrace.progress import batch_progress
 from headrace.prompts import (
@@ -20,8 +20,11 @@ from headrace.prompts import (
     as_prompts,
 )
 from headrace.protocol.checks import check_type
-from headrace.protocol.messages import Loading
+from headrace.protocol.messages import Loading, Timeline
 from headrace.protocol.sampling_params import SamplingParams
+
+# Seconds for stages to show their time lines, which are large.
+_SHOW_TIMEOUT = 30.0
 
 
 class LLM:
@@ -104,6 +107,18 @@ class LLM:
         """Run until nothing is in flight and every stage's report is in."""
         while not self.running.engine.settled:
             self._step()
+
+    def timelines(self, last: int = 100_000) -> list[Timeline]:
+        """What each stage did lately, in stage order, on this process's monotonic clock.
+
+        At most its last so many activities; a stage remembers some 65,000, a few thousand steps.
+        Raises PipelineError if one does not show them.
+        """
+        self._check_open()
+        timelines = self.running.stages.timelines(last, _SHOW_TIMEOUT)
+        if len(timelines) < len(self.running.shares):
+            raise PipelineError(f"not every stage showed its time line within {_SHOW_TIMEOUT:g} s")
+        return timelines
 
     def close(self) -> None:
         """End the stages in order: they finish what they hold."""

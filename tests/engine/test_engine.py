@@ -7,17 +7,24 @@ from headrace.engine.engine import Engine
 from headrace.engine.outputs import OutputDelta
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.engine.step_cost import StepWork
-from headrace.errors import PipelineError, UsageError
-from headrace.protocol.messages import Report, Result, TokenLogprobs
+from headrace.errors import StallError, UsageError
+from headrace.protocol.messages import Activity, Report, Result, Timeline, TokenLogprobs
 from headrace.protocol.plan import Plan, Yield
 from headrace.protocol.sampling_params import SamplingParams
 
 
 @dataclass
 class Pipeline:
-    """Answers every plan at once with token 3, or stays silent."""
+    """Answers every plan at once with token 3, or stays silent.
+
+    computing: what its stage says it does when asked, in forward since then; None for no answer.
+    late: while the stages are asked, the answers arrive after all.
+    """
 
     silent: bool = False
+    late: bool = False
+    computing: float | None = None
+    asked: int = 0
     plans: list[Plan] = field(default_factory=list)
     answers: list[Result | Report] = field(default_factory=list)
 
@@ -28,8 +35,20 @@ class Pipeline:
         self.answers += [Result(0, plan.step, tokens, []), report]
 
     def receive(self, timeout_s: float) -> list[Result | Report]:
+        if self.silent:
+            return []
         answers, self.answers = self.answers, []
-        return [] if self.silent else answers
+        return answers
+
+    def timelines(self, last: int, timeout_s: float) -> list[Timeline]:
+        self.asked += 1
+        self.silent = not self.late
+        if self.computing is None:
+            return []
+        return [Timeline(0, 0.0, [Activity("forward", 0, 0, 0, self.computing, None)])]
+
+    def signs_of_life(self) -> list[float]:
+        return [0.0]
 
 
 def engine(pipeline: Pipeline, seed: int = 0, stall_timeout: float = 60.0) -> Engine:
@@ -94,11 +113,63 @@ def test_an_aborted_request_is_reported_once() -> None:
         assert target.step() == []
 
 
-def test_a_silent_pipeline_is_an_error_that_names_the_step_and_what_was_seen() -> None:
-    target = engine(Pipeline(silent=True), stall_timeout=1e-9)
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def waiting(pipeline: Pipeline) -> tuple[Engine, Clock]:
+    """An engine with a step in flight, whose clock stands at 0."""
+    clock = Clock()
+    target = engine(pipeline)
+    target.clock = clock
     target.add([1], SamplingParams(max_tokens=3))
-    with pytest.raises(PipelineError, match=r"no result for step 0 .* stage 0 has not"):
+    target.step()
+    return target, clock
+
+
+def test_a_silent_pipeline_is_an_error_that_names_the_step_and_what_was_seen() -> None:
+    target, clock = waiting(Pipeline(silent=True))
+    clock.now = 59.9
+    target.step()
+    clock.now = 60.0
+    with pytest.raises(StallError, match=r"60.0 s at step 0: stage 0 .* no sign of life .* 60.0 s"):
         target.step()
+
+
+def test_what_arrives_while_the_stages_are_asked_is_no_stall_and_not_lost() -> None:
+    target, clock = waiting(Pipeline(silent=True, late=True))
+    clock.now = 60.0
+    assert [delta.token for delta in target.step()] == [3, 3, 3]
+
+
+def test_a_stage_that_computes_is_asked_again_only_when_its_time_is_over() -> None:
+    pipeline = Pipeline(silent=True, computing=50.0)
+    target, clock = waiting(pipeline)
+    for now in (60.0, 70.0, 109.0):
+        clock.now = now
+        target.step()
+    assert pipeline.asked == 1
+    clock.now = 110.0
+    with pytest.raises(StallError, match=r"stage 0 has been in forward of step 0 for 60.0 s"):
+        target.step()
+
+
+def test_a_report_is_a_sign_that_the_pipeline_gets_on() -> None:
+    pipeline = Pipeline(silent=True)
+    target, clock = waiting(pipeline)
+    clock.now = 59.0
+    pipeline.silent, pipeline.answers = (
+        False,
+        [a for a in pipeline.answers if isinstance(a, Report)],
+    )
+    target.step()
+    clock.now = 61.0
+    target.step()
+    assert pipeline.asked == 0
 
 
 @pytest.mark.parametrize("token", [-1, 10])

@@ -82,3 +82,20 @@ def test_one_group_has_nothing_to_even_out() -> None:
     groups, everyone = filled(1, [10, 500])
     groups.even_out(BY_CONTEXT)
     assert [one.microbatch for one in everyone] == [0, 0]
+
+
+def test_resizing_spreads_evenly_and_moves_no_more_than_needed() -> None:
+    groups, everyone = filled(2, [10] * 9)
+    groups.resize(3)
+    assert [len(groups.members(n)) for n in range(3)] == [3, 3, 3]
+    assert [s.microbatch for s in everyone].count(2) == 3, "the others stayed where they were"
+    groups.resize(1)
+    assert sorted(s.request_id for s in groups.members(0)) == list(range(9))
+    assert groups.work(0) == (9, 90, 9)
+
+
+def test_the_turn_goes_on_after_resizing() -> None:
+    groups, _ = filled(4, [10] * 4)
+    groups.planned(2, 1)
+    groups.resize(2)
+    assert groups.turns() == [1, 0]

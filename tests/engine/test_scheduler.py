@@ -171,6 +171,16 @@ class Load(RuleBasedStateMachine):
         for accepted in self.scheduler.take_result(result_of(plan, token)):
             assert len(accepted.sequence.outputs) <= accepted.sequence.max_outputs
 
+    @rule(microbatches=st.integers(1, 5), ahead=st.integers(1, 3))
+    def change_microbatches(self, microbatches: int, ahead: int) -> None:
+        before = [s for s in self.sequences if s.microbatch is not None]
+        self.window = microbatches + ahead
+        self.scheduler.set_microbatches(microbatches, self.window)
+        assert self.scheduler.num_microbatches == microbatches
+        assert [s for s in self.sequences if s.microbatch is not None] == before
+        assert self.scheduler.decode_work.tokens == len(before)
+        assert all(s.microbatch in range(microbatches) for s in before if s.microbatch is not None)
+
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:

@@ -15,9 +15,11 @@ from headrace.model.llama import load_llama
 from headrace.model.weights import open_tensors
 from headrace.pipeline.executor import ModelExecutor
 from headrace.pipeline.partition import stage_shares
+from headrace.pipeline.virtual_links import VirtualClock, VirtualNetwork
+from headrace.pipeline.virtual_stages import VirtualStages
+from headrace.protocol.messages import Result
 from headrace.protocol.plan import Plan
 from headrace.protocol.sampling_params import SamplingParams, resolve
-from simulator import Simulation
 from tiny_checkpoints import write_tiny_llama
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
@@ -103,8 +105,18 @@ def run_stages(
             prefill_policy="budget",
         )
     )
+    scheduler.add(sequence)
+    clock = VirtualClock()
     with torch.inference_mode():
-        Simulation(1, scheduler, list(executors), 4, 2, [sequence]).run()
+        network = VirtualNetwork(clock, len(executors))
+        stages = VirtualStages(clock, network, list(executors), window=4, max_rows=2)
+        while not scheduler.idle:
+            while (plan := scheduler.plan()) is not None:
+                stages.send(plan)
+            for message in stages.receive(1.0):
+                if isinstance(message, Result):
+                    scheduler.take_result(message)
+        stages.stop()
     return sequence.outputs, torch.cat(executors[-1].seen)
 
 

@@ -1,85 +1,111 @@
-"""One rank of the link tests: `link_worker.py SCENARIO RANK WORLD PORT STORE_FD` (-1: none).
+"""Worlds of real processes that run link scenarios, forked from one that has imported torch.
 
-Prints one JSON line with what it saw.
+Reads one JSON request a line, {"backend", "world", "scenarios", "emulation"}, and answers each with
+one line: by rank, {"outcomes": {scenario: traceback or null}, "listening": addresses}, or null if
+the rank said nothing. scenarios run one after the other on the same links.
 """
 
+import faulthandler
 import json
+import multiprocessing
 import os
+import socket
 import sys
+import threading
 import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+from typing import Any
 
 import torch
 
-from headrace.pipeline.ledger import Channel, Handle, Tensors
-from headrace.pipeline.links import Link, LinkError, Rendezvous, connect, disconnect
+from headrace.pipeline.links import LinkError, Rendezvous, connect, disconnect
+from headrace.protocol.messages import LinkEmulation
+from pipeline.link_scenarios import ALL, DEADLY, Die, Meet, Pause, Rank, Scenario, Wait
 
-SMALL, LARGE = 4, 1 << 18
-DEADLINE_S = 2.0
+_DEVICES = {"gloo": "cpu", "nccl": "cuda", "xccl": "xpu"}
+# Seconds for one world, all its scenarios together; then each rank says where it hangs.
+_PATIENCE = 60.0
 
-
-def tensor_of(channel: Channel, step: int, size: int) -> torch.Tensor:
-    """Contents that tell edge and step."""
-    return torch.full((size,), 1000 * channel.source + 100 * channel.target + step)
-
-
-def exchange(links: dict[Channel, Link], rank: int) -> dict[str, object]:
-    """Every edge at once, both directions, small and large; receives posted ahead."""
-    steps = range(8)
-    handles: list[tuple[Handle, torch.Tensor, torch.Tensor]] = []
-    for step in steps:
-        for channel, link in links.items():
-            size = LARGE if step % 3 == 0 else SMALL
-            expected = tensor_of(channel, step, size)
-            if channel.target == rank:
-                buffer = torch.zeros(size, dtype=expected.dtype)
-                handles.append((link.receive(buffer), buffer, expected))
-            else:
-                handles.append((link.send(expected), expected, expected.clone()))
-    # Waiting in another order than starting must be possible: each handle is its own.
-    for handle, _, _ in reversed(handles):
-        handle.wait(30.0)
-    return {"right": all(torch.equal(buffer, expected) for _, buffer, expected in handles)}
+_FORK = multiprocessing.get_context("fork")
 
 
-def silent_peer(links: dict[Channel, Link], rank: int) -> dict[str, object]:
-    """Rank 0 never sends; rank 1's wait must end with its deadline."""
-    if rank == 0:
-        time.sleep(3 * DEADLINE_S)
-        return {}
-    return failing_wait(links[Channel(Tensors.ACTIVATIONS, 0, 1)].receive(torch.zeros(SMALL)))
-
-
-def dying_peer(links: dict[Channel, Link], rank: int) -> dict[str, object]:
-    """Rank 0 vanishes while rank 1 waits for it."""
-    if rank == 0:
-        time.sleep(0.5)
-        os._exit(9)
-    return failing_wait(links[Channel(Tensors.ACTIVATIONS, 0, 1)].receive(torch.zeros(SMALL)))
-
-
-def late_start(links: dict[Channel, Link], rank: int) -> dict[str, object]:
-    """Rank 0 is gone before rank 1 starts a transfer; both directions."""
-    if rank == 0:
-        os._exit(9)
-    time.sleep(1.5)
-    errors = []
-    for channel in (Channel(Tensors.ACTIVATIONS, 0, 1), Channel(Tensors.FEEDBACK, 1, 0)):
-        link = links[channel]
+def play(scenario: Scenario, meet: Callable[[], object]) -> None:
+    """Run a rank's scenario in earnest."""
+    value: Any = None
+    error: LinkError | None = None
+    while True:
         try:
-            start = link.receive if channel.target == rank else link.send
-            start(torch.zeros(SMALL)).wait(DEADLINE_S)
-        except LinkError as error:
-            errors.append((error.peer, str(error)))
-    return {"errors": errors}
+            step = scenario.send(value) if error is None else scenario.throw(error)
+        except StopIteration:
+            return
+        value = error = None
+        match step:
+            case Wait(handle, timeout_s):
+                try:
+                    value = handle.wait(timeout_s)
+                except LinkError as raised:
+                    error = raised
+            case Pause(seconds):
+                time.sleep(seconds)
+            case Meet():
+                meet()
+            case Die():
+                os._exit(9)
 
 
-def failing_wait(handle: Handle) -> dict[str, object]:
-    started = time.monotonic()
-    try:
-        handle.wait(DEADLINE_S)
-    except LinkError as error:
-        return {"error": str(error), "seconds": time.monotonic() - started}
-    return {"error": None}
+def rank_main(
+    request: dict[str, Any],
+    number: int,
+    port: int,
+    store_fd: int,
+    barrier: Barrier,
+    out: Connection,
+) -> None:
+    faulthandler.dump_traceback_later(_PATIENCE, exit=True)
+    torch.set_num_threads(1)
+    kind = _DEVICES[request["backend"]]
+    device = torch.device("cpu")
+    if kind != "cpu":
+        module = torch.get_device_module(kind)
+        device = torch.device(kind, number % module.device_count())
+        module.set_device(device)
+        if module.device_count() < request["world"]:
+            share_one_device(number)
+    emulation = request["emulation"] and LinkEmulation(*request["emulation"])
+    meeting = Rendezvous("127.0.0.1", port, store_fd if number == 0 else None)
+    links = connect(meeting, number, request["world"], device, 60.0, emulation)
+    rank = Rank(number, links, device, time.monotonic, emulation or LinkEmulation(), kind != "cpu")
+    addresses = listening() if kind == "cpu" else []
+    outcomes: dict[str, str | None] = {}
+    for name in request["scenarios"]:
+        try:
+            play(ALL[name](rank), barrier.wait)
+            outcomes[name] = None
+        except threading.BrokenBarrierError:
+            outcomes[name] = "another rank failed"
+            break
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+            # The others need not wait for this rank, and the links are of no more use.
+            barrier.abort()
+            break
+    out.send({"outcomes": outcomes, "listening": addresses})
+    if not DEADLY.keys() & outcomes.keys() and not any(outcomes.values()):
+        disconnect()
+    os._exit(0)
+
+
+def share_one_device(number: int) -> None:
+    """Make NCCL take each rank for a host of its own: it refuses two ranks on one host's device."""
+    os.environ.update(
+        NCCL_HOSTID=f"rank-{number}",
+        NCCL_NET="Socket",
+        NCCL_P2P_DISABLE="1",
+        NCCL_SHM_DISABLE="1",
+    )
 
 
 def listening() -> list[str]:
@@ -89,19 +115,45 @@ def listening() -> list[str]:
     return [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"]
 
 
+def run_world(request: dict[str, Any]) -> list[dict[str, Any] | None]:
+    barrier = _FORK.Barrier(request["world"])
+    pipes = [_FORK.Pipe(duplex=False) for _ in range(request["world"])]
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        ranks = [
+            _FORK.Process(
+                target=rank_main,
+                args=(request, number, master.getsockname()[1], master.fileno(), barrier, out),
+            )
+            for number, (_, out) in enumerate(pipes)
+        ]
+        for process in ranks:
+            process.start()
+    answers: list[dict[str, Any] | None] = []
+    try:
+        for process, (answer, out) in zip(ranks, pipes, strict=True):
+            out.close()
+            answers.append(answer.recv() if _says_something(process, answer) else None)
+            answer.close()
+    finally:
+        for process in ranks:
+            process.join(5)
+            process.kill()
+            process.join()
+    return answers
+
+
+def _says_something(process: multiprocessing.process.BaseProcess, answer: Connection) -> bool:
+    multiprocessing.connection.wait([answer, process.sentinel], _PATIENCE + 10)
+    return answer.poll()
+
+
 def main() -> None:
-    scenario, rank, world, port, store_fd = sys.argv[1], *map(int, sys.argv[2:6])
-    meeting = Rendezvous("127.0.0.1", port, None if store_fd < 0 else store_fd)
-    links = connect(meeting, rank, world, torch.device("cpu"), 30.0)
-    addresses = listening()
-    seen = {"exchange": exchange, "silent": silent_peer, "dying": dying_peer, "late": late_start}[
-        scenario
-    ](links, rank)
-    print(json.dumps({**seen, "listening": addresses}), flush=True)
-    if scenario == "exchange":
-        disconnect()
-    else:
-        os._exit(0)
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    # A kernel that is loaded at its first use would wait for receives that are posted.
+    os.environ["CUDA_MODULE_LOADING"] = "EAGER"
+    for line in sys.stdin:
+        print(json.dumps(run_world(json.loads(line))), flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

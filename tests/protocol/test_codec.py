@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from headrace.errors import UsageError
 from headrace.protocol import codec
 from headrace.protocol.messages import (
+    Activity,
     Failure,
     Loaded,
     Loading,
@@ -15,7 +16,9 @@ from headrace.protocol.messages import (
     Report,
     Result,
     RowLogprobs,
+    ShowTimeline,
     Stop,
+    Timeline,
     TokenLogprobs,
 )
 from headrace.protocol.plan import (
@@ -73,6 +76,16 @@ def test_plans_survive_the_way_to_a_stage(plan: Plan) -> None:
     assert codec.decode_to_stage(codec.encode(plan)) == plan
 
 
+def test_a_question_survives_the_way_to_a_stage() -> None:
+    assert codec.decode_to_stage(codec.encode(ShowTimeline(8))) == ShowTimeline(8)
+
+
+def test_an_activity_of_no_known_kind_is_refused() -> None:
+    odd = Timeline(0, 0.0, [Activity("nap", 0, 0, 0, 0.0, 1.0)])  # type: ignore[arg-type]
+    with pytest.raises(msgspec.ValidationError):
+        codec.decode_from_stage(codec.encode(odd))
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -81,6 +94,7 @@ def test_plans_survive_the_way_to_a_stage(plan: Plan) -> None:
         Report(0, 3, 1, 1.0, 2.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.5, [(3, 1.25)], 7),
         Failure(1, "ModelError", "why", 2, "trace"),
         Loaded(0, 1, 2),
+        Timeline(1, 9.5, [Activity("forward", 3, 0, 3, 9.0, None)]),
         Loading(0, "weights", 0.5),
         Ready(0),
     ],

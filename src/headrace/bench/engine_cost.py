@@ -13,7 +13,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.outputs import OutputDelta
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.protocol import codec
-from headrace.protocol.messages import Report, Result
+from headrace.protocol.messages import Report, Result, Timeline
 from headrace.protocol.plan import Plan, Yield
 from headrace.protocol.sampling_params import SamplingParams
 
@@ -192,3 +192,9 @@ class _InstantPipeline:
             messages.append(message)
         self.decode_s.append(perf_counter() - began)
         return messages
+
+    def timelines(self, last: int, timeout_s: float) -> list[Timeline]:
+        return []
+
+    def signs_of_life(self) -> list[float]:
+        return [0.0]

@@ -11,7 +11,7 @@ import typer
 import headrace
 from headrace.cli import bench
 from headrace.cli.generate import generate
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, StallError
 
 app = typer.Typer(
     name="headrace", no_args_is_help=False, add_completion=False, rich_markup_mode=None
@@ -53,6 +53,8 @@ def run(arguments: list[str]) -> int:
             traceback.print_exc()
         # One line, whatever the message is made of.
         print("headrace:", " ".join(_message(error).split()), file=sys.stderr)
+        if isinstance(error, StallError) and "--debug" not in arguments:
+            print("\n".join(error.__notes__), file=sys.stderr)
         return error.exit_code if isinstance(error, HeadraceError | typer.TyperException) else 1
 
 

@@ -5,15 +5,19 @@ from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from headrace.bench.engine_cost import engine_cost
 from headrace.bench.figures import SETTINGS
+from headrace.cli.bench_microbatches import microbatches
+from headrace.cli.bench_overlap import overlap
+from headrace.cli.options import check_range
+from headrace.cli.printing import print_rows, rounded
 from headrace.errors import UsageError
 from headrace.protocol.checks import check_type
 
 app = typer.Typer(rich_markup_mode=None, help="Measure Headrace itself.")
+app.command()(overlap)
+app.command()(microbatches)
 
 
 @app.callback()
@@ -58,18 +62,18 @@ def scheduler(
     if (running is None) == (workload is None):
         raise UsageError("give either --running N or --workload mixed")
     if running is not None:
-        _check_range("--running", running, 1, 4096)
-        _check_range("--context-len", context_len, 1, 131072)
+        check_range("--running", running, 1, 4096)
+        check_range("--context-len", context_len, 1, 131072)
         cost = asdict(engine_cost(running, context_len))
-        print(json.dumps(cost)) if as_json else _print_rows([cost])
+        print(json.dumps(cost)) if as_json else print_rows([cost])
         return 0
     check_type("--workload", workload, Literal["mixed"])
     check_type("--prefill-policy", prefill_policy, Literal["budget", "even"] | None)
     settings = [s for s in SETTINGS if prefill_policy in (None, s.prefill_policy)]
     num_stages = pipeline_parallel_size or (4 if model is None else 2)
     count = requests or (800 if model is None else 40)
-    _check_range("--pipeline-parallel-size", num_stages, 1, 64)
-    _check_range("--requests", count, 2, 100_000)
+    check_range("--pipeline-parallel-size", num_stages, 1, 64)
+    check_range("--requests", count, 2, 100_000)
     if not 0 < load <= 10:
         raise UsageError(f"--load must be above 0 and at most 10, not {load}")
     if model is None:
@@ -82,7 +86,7 @@ def scheduler(
     else:
         from headrace.bench.real_load import run_policies
 
-        _check_range("--max-model-len", max_model_len, 256, 131072)
+        check_range("--max-model-len", max_model_len, 256, 131072)
         answer = run_policies(
             settings,
             model=model,
@@ -92,36 +96,8 @@ def scheduler(
             seed=seed,
             max_model_len=max_model_len,
         )
-    print(json.dumps(_rounded(answer))) if as_json else _print_comparison(answer)
+    print(json.dumps(rounded(answer))) if as_json else _print_comparison(answer)
     return 0
-
-
-def _check_range(flag: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise UsageError(f"{flag} must be from {low} to {high}, not {value}")
-
-
-def _rounded(value: Any) -> Any:
-    """The same with numbers of four digits: more would be noise."""
-    if isinstance(value, dict):
-        return {key: _rounded(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_rounded(part) for part in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-def _print_rows(rows: list[dict[str, Any]]) -> None:
-    """A table with the keys as headings."""
-    table = Table()
-    for heading in rows[0]:
-        table.add_column(heading.replace("_", " "), justify="right")
-    for row in rows:
-        table.add_row(*(_number(value) for value in row.values()))
-    Console(width=None if Console().is_terminal else 160).print(table)
-
-
-def _number(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _print_comparison(answer: dict[str, Any]) -> None:
@@ -130,7 +106,7 @@ def _print_comparison(answer: dict[str, Any]) -> None:
         f"(load {answer['load']:g}), pp={answer['pp']}, {answer['pipeline']} pipeline: "
         f"{answer['shape']}"
     )
-    _print_rows(answer["policies"])
+    print_rows(answer["policies"])
     if "prediction_error_median" in answer:
         print(f"median error of predicted step times: {answer['prediction_error_median']:.1%}")
     if "even_over_best_budget" in answer:

@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from headrace.bench.trace import write_trace
+from headrace.cli import options
 from headrace.engine.request import FinishReason
 from headrace.errors import UsageError
 from headrace.llm import LLM
@@ -20,7 +22,7 @@ from headrace.protocol.sampling_params import SamplingParams
 
 
 def generate(
-    model: Annotated[str, typer.Option(help="GGUF file, Hugging Face directory, or smollm2.")],
+    model: options.Model,
     prompt: Annotated[str | None, typer.Option(help="The text to complete.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="Read the prompt from a file; default: standard input.")
@@ -46,29 +48,20 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    pipeline_parallel_size: Annotated[
-        int, typer.Option("--pipeline-parallel-size", "-pp", help="Number of stages.")
-    ] = 1,
-    layer_partition: Annotated[
-        str | None, typer.Option(help="Layers per stage, such as 19,11; default: by cost.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    as_json: options.AsJson = False,
+    pipeline_parallel_size: options.PipelineParallelSize = 1,
+    layer_partition: options.LayerPartition = None,
+    dtype: options.Dtype = "auto",
     max_model_len: Annotated[
         int | None, typer.Option(help="Positions a sequence may have; default: the model's.")
     ] = None,
-    max_num_seqs: Annotated[
-        int | None, typer.Option(help="Sequences that run at the same time; default: 256.")
-    ] = None,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = 512,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = 512,
     prefill_policy: Annotated[
         str, typer.Option(help="even: steps of the same cost; budget: always as many tokens.")
     ] = "even",
     block_size: Annotated[int, typer.Option(help="Positions in a KV-cache block.")] = 16,
-    kv_cache_memory: Annotated[
-        str | None,
-        typer.Option(help="KV cache a stage, such as 2GiB; default: --gpu-memory-utilization."),
-    ] = None,
+    kv_cache_memory: options.KvCacheMemory = None,
     gpu_memory_utilization: Annotated[
         float,
         typer.Option(help="KV cache of all stages, as a part of the memory free after loading."),
@@ -79,23 +72,21 @@ def generate(
     token_feedback: Annotated[
         str, typer.Option(help="deferred, or blocking to measure what engines used to do.")
     ] = "deferred",
-    num_microbatches: Annotated[
-        str, typer.Option(help="Groups of sequences that take turns; auto: as many as pay.")
-    ] = "auto",
-    link_latency_ms: Annotated[
-        float, typer.Option(help="Emulate links that take so long for a message, one way.")
-    ] = 0.0,
-    link_bandwidth_mbps: Annotated[
-        float | None, typer.Option(help="Emulate links of so many megabits a second.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Base of the random numbers.")] = 0,
-    master_addr: Annotated[str, typer.Option(help="Address where stages meet.")] = "127.0.0.1",
+    num_microbatches: options.NumMicrobatches = "auto",
+    link_latency_ms: options.LinkLatencyMs = 0.0,
+    link_bandwidth_mbps: options.LinkBandwidthMbps = None,
+    seed: options.Seed = 0,
+    master_addr: options.MasterAddr = "127.0.0.1",
     master_port: Annotated[int, typer.Option(help="Its port; 0 picks a free one.")] = 0,
     stall_timeout: Annotated[
         float,
-        typer.Option(help="Seconds after which a step that does not end is an error."),
+        typer.Option(help="Seconds in which no stage gets on, nor computes, that are an error."),
     ] = 60.0,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write what each stage did, and when, as a trace that Perfetto opens."),
+    ] = None,
+    debug: options.Debug = False,
 ) -> int:
     """Complete a prompt and print the answer as it comes."""
     params = SamplingParams(
@@ -121,7 +112,7 @@ def generate(
         "kv_cache_memory": kv_cache_memory,
         "gpu_memory_utilization": gpu_memory_utilization,
         "token_feedback": token_feedback,
-        "num_microbatches": parse_num_microbatches(num_microbatches),
+        "num_microbatches": options.parse_num_microbatches(num_microbatches),
         "link_latency_ms": link_latency_ms,
         "link_bandwidth_mbps": link_bandwidth_mbps,
         "seed": seed,
@@ -132,6 +123,8 @@ def generate(
     text = _read_prompt(prompt, prompt_file)
     if not text:
         raise UsageError("the prompt is empty")
+    if trace is not None:
+        options.check_writable("--trace", trace)
     display = nullcontext(lambda _: None) if as_json else loading_display(pipeline_parallel_size)
     with display as on_progress:
         llm = LLM(model, on_progress=on_progress, **settings)
@@ -144,21 +137,13 @@ def generate(
         )
         answer = _answer(llm, ids, params, echo=not as_json)
         llm.settle()
+        if trace is not None:
+            write_trace(trace, llm.timelines())
         if as_json:
             print(json.dumps(_as_json(llm, ids, answer)))
         else:
             _print_summary(llm, ids, answer)
     return 0
-
-
-def parse_num_microbatches(text: str) -> int | None:
-    """The number, or None for auto. Raises UsageError for anything else."""
-    if text == "auto":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"--num-microbatches must be auto or a number, not {text!r}") from None
 
 
 @dataclass

@@ -17,11 +17,12 @@ from headrace.engine.outputs import Logprob, Logprobs, OutputDelta
 from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Accepted, Scheduler
 from headrace.engine.stage_usage import StageUsage
+from headrace.engine.stall import LINES_SHOWN, Scene, StallWatch
 from headrace.engine.step_cost import CostFit, StepCost, StepWork, dearest
 from headrace.engine.stop_strings import StopStrings
-from headrace.errors import PipelineError, UsageError
+from headrace.errors import UsageError
 from headrace.protocol.checks import check_type
-from headrace.protocol.messages import Report, Result, TokenLogprobs
+from headrace.protocol.messages import Report, Result, Timeline, TokenLogprobs
 from headrace.protocol.plan import Plan
 from headrace.protocol.sampling_params import MAX_SEED, SamplingParams, resolve
 
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 # Odd constant of the 64-bit golden ratio (Steele, Lea, Flood 2014): spreads consecutive request
 # numbers over the seed space.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
+# For messages on their way when a stage was asked what it does.
+_AFTERTHOUGHT_S = 0.1
 
 
 class Pipeline(Protocol):
@@ -41,6 +44,13 @@ class Pipeline(Protocol):
     def receive(self, timeout_s: float) -> list[Result | Report]:
         """Messages that arrived, waiting up to timeout_s for the first; PipelineError if a
         stage failed."""
+
+    def timelines(self, last: int, timeout_s: float) -> list[Timeline]:
+        """What each stage did lately, on the engine's clock: at most `last` activities. Stages
+        that do not answer in time are missing."""
+
+    def signs_of_life(self) -> list[float]:
+        """When each stage last sent anything, by stage, on the engine's clock."""
 
 
 @dataclass(slots=True)
@@ -56,9 +66,9 @@ class Engine:
     """Drives one pipeline. Not thread-safe: one caller adds, aborts and steps.
 
     vocab_size bounds token ids; seed is the base for requests without one; stall_timeout, in
-    seconds, is how long a step in flight may go without any result. max_logprobs: of one position
-    that a request may ask for, -1 for no limit. tuner: chooses the number of microbatches; None
-    leaves it. costs: each stage's measured cost of a step.
+    seconds, is how long nothing may come while a step is in flight, unless a stage computes.
+    max_logprobs: of one position that a request may ask for, -1 for no limit. tuner: chooses the
+    number of microbatches; None leaves it. costs: each stage's measured cost of a step.
     """
 
     scheduler: Scheduler
@@ -82,7 +92,7 @@ class Engine:
     _works: dict[int, StepWork] = field(default_factory=dict, init=False)
     _reports: dict[int, int] = field(default_factory=dict, init=False)
     _next_request: int = field(default=0, init=False)
-    _last_progress: float = field(default=0.0, init=False)
+    _stall: StallWatch = field(init=False)
     _next_look: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -90,6 +100,7 @@ class Engine:
         self.costs = [CostFit() for _ in range(self.num_stages)]
         most = self.scheduler.num_microbatches if self.tuner is None else self.tuner.most
         self.link_time = LinkTime(self.num_stages, window_of(most, self.num_stages))
+        self._stall = StallWatch(self.stall_timeout)
         self._detokenizer = Detokenizer(self.tokenizer)
         self._token_text = lru_cache(maxsize=65536)(
             lambda token: str(self.tokenizer.decode([token], skip_special_tokens=False))
@@ -158,25 +169,18 @@ class Engine:
     def step(self, timeout_s: float = 1.0) -> list[OutputDelta]:
         """Send every plan the window has room for, then take what the stages answered."""
         if self.scheduler.steps_in_flight == 0:
-            self._last_progress = self.clock()
+            self._stall.progress(self.clock())
         while (plan := self.scheduler.plan()) is not None:
             self._works[plan.step] = self.scheduler.newest_work
             self.pipeline.send(plan)
-        deltas: list[OutputDelta] = []
-        for message in self.pipeline.receive(timeout_s):
-            if isinstance(message, Report):
-                self._take_report(message)
-            else:
-                deltas += self.take_result(message)
-        self._check_stall()
-        return deltas
+        return self._take(self.pipeline.receive(timeout_s)) + self._check_stall()
 
     def take_result(self, result: Result) -> list[OutputDelta]:
         """What the result of the oldest step in flight brought to whom."""
         now = self.clock()
         deltas = [self._to_output(entry, now) for entry in self.scheduler.take_result(result)]
         # Afterwards: time that this took is not the stages'.
-        self._last_progress = self.clock()
+        self._stall.progress(self.clock())
         return deltas
 
     def set_microbatches(self, count: int) -> None:
@@ -292,8 +296,18 @@ class Engine:
                 found[token] = Logprob(logprob, place, self._token_text(token))
         return found
 
+    def _take(self, messages: Iterable[Result | Report]) -> list[OutputDelta]:
+        deltas: list[OutputDelta] = []
+        for message in messages:
+            if isinstance(message, Report):
+                self._take_report(message)
+            else:
+                deltas += self.take_result(message)
+        return deltas
+
     def _take_report(self, report: Report) -> None:
         """Learn from a stage's times what steps cost: that sets the pace, never the tokens."""
+        self._stall.progress(self.clock())
         self.usage[report.stage].add(report)
         self.link_time.add(report)
         work = self._works[report.step]
@@ -304,15 +318,17 @@ class Engine:
             if work.tokens:
                 costs = [fit.cost for fit in self.costs]
                 self.scheduler.cost = dearest(costs, work)
-                self._tune(report.step, costs)
+                if self.tuner is not None:
+                    self.tuner.see(report.step, work)
+                    self._tune(self.tuner, report.step, costs)
 
-    def _tune(self, step: int, costs: list[StepCost]) -> None:
+    def _tune(self, tuner: MicrobatchTuner, step: int, costs: list[StepCost]) -> None:
         """Once a round of turns, see whether another number of microbatches pays."""
         work = self.scheduler.decode_work
-        if self.tuner is None or step < self._next_look or not work.tokens:
+        if step < self._next_look or not work.tokens:
             return
         current, link_s = self.scheduler.num_microbatches, self.link_time.seconds
-        count = self.tuner.next_count(current, work, costs, link_s)
+        count = tuner.next_count(current, work, costs, link_s)
         self._next_look = step + max(count, self.num_stages)
         if count != current:
             self.set_microbatches(count)
@@ -326,15 +342,23 @@ class Engine:
                 link_s * 1e3,
             )
 
-    def _check_stall(self) -> None:
-        due = self.scheduler.oldest_step_in_flight
-        if due is None or self.clock() - self._last_progress < self.stall_timeout:
-            return
-        # The first stage that is behind holds up the others.
-        newest = [usage.newest_step for usage in self.usage]
-        suspect = newest.index(min(newest))
-        raise PipelineError(
-            f"no result for step {due} in {self.stall_timeout:g} s: stage {suspect} has not "
-            f"finished step {newest[suspect] + 1} (if a step may take that long, raise "
-            "--stall-timeout)"
-        )
+    def _check_stall(self) -> list[OutputDelta]:
+        """Raises StallError if the stages are stuck; else what came while they were asked."""
+        if self.scheduler.steps_in_flight == 0 or not self._stall.due(self.clock()):
+            return []
+        timelines = self.pipeline.timelines(LINES_SHOWN, self._stall.answer_s)
+        # A step may have ended meanwhile, after which its stages wait with good reason.
+        deltas = self._take(self.pipeline.receive(_AFTERTHOUGHT_S))
+        now, due = self.clock(), self.scheduler.oldest_step_in_flight
+        if due is not None and self._stall.due(now):
+            scene = Scene(
+                now=now,
+                due=due,
+                newest=self.scheduler.newest_step,
+                signs_of_life=self.pipeline.signs_of_life(),
+                timelines={timeline.stage: timeline for timeline in timelines},
+            )
+            works, costs = self._works.values(), [fit.cost for fit in self.costs]
+            predicted_s = max((c.seconds(work) for work in works for c in costs), default=0.0)
+            self._stall.look(scene, predicted_s)
+        return deltas

@@ -7,10 +7,17 @@ from headrace.engine.step_cost import StepCost, StepWork
 
 # Beyond it nothing is gained: a group of one row costs its fixed part, and plans cost the engine.
 MOST_MICROBATCHES = 64
-# Throughput that is given up for fewer groups: they mean fewer steps, and tokens found sooner.
-_TOLERANCE = 0.02
+# Throughput given up for fewer groups, which mean fewer steps and stops found sooner; and for
+# leaving the number as it is, unless so many times fewer do: the next measurement might undo it.
+_FEWER_TOLERANCE = 0.02
+_STAY_TOLERANCE = 0.035
+_CLEARLY_FEWER = 1.5
 # Looks in a row, one a round of turns, that must want another number before it is changed.
 _LOOKS = 2
+# The fit cannot tell a step's fixed part from its rows' unless it saw decode steps of sizes that
+# differ so many times, not longer ago than so many steps.
+_TELLING = 1.5
+_REMEMBERED_STEPS = 5000
 
 
 def window_of(num_microbatches: int, num_stages: int) -> int:
@@ -36,26 +43,57 @@ def round_seconds(count: int, work: StepWork, costs: Items[StepCost], link_s: fl
 def best_count(work: StepWork, costs: Items[StepCost], link_s: float, most: int) -> int:
     """The fewest groups with which `work`, a row of every running sequence, is done as fast as with
     any number up to `most` (within two percent)."""
+    return _fewest(_all_rounds(work, costs, link_s, most))
+
+
+def _all_rounds(work: StepWork, costs: Items[StepCost], link_s: float, most: int) -> list[float]:
+    """round_seconds() of 1, 2 and so on groups, none of them empty."""
     counts = range(1, min(most, work.tokens) + 1)
-    seconds = [round_seconds(count, work, costs, link_s) for count in counts]
-    enough = min(seconds) * (1 + _TOLERANCE)
-    return next(count for count, s in zip(counts, seconds, strict=True) if s <= enough)
+    return [round_seconds(count, work, costs, link_s) for count in counts]
+
+
+def _fewest(rounds: list[float]) -> int:
+    enough = min(rounds) * (1 + _FEWER_TOLERANCE)
+    return next(count for count, seconds in enumerate(rounds, start=1) if seconds <= enough)
 
 
 @dataclass
 class MicrobatchTuner:
-    """Says when to change the number of groups. Asked once a round of turns."""
+    """Says when to change the number of groups. Asked once a round of turns.
+
+    Where all decode steps so far were about the same size, it tries another number for a few
+    rounds, so that the fitted costs tell something about it.
+    """
 
     most: int
     _wanted: list[int] = field(default_factory=list, init=False)
+    _trying: int = field(default=0, init=False)
+    # The newest step with so many decode rows and nothing else.
+    _seen: dict[int, int] = field(default_factory=dict, init=False)
+
+    def see(self, step: int, work: StepWork) -> None:
+        """A step was measured."""
+        if work.tokens == work.sampled:
+            self._seen[work.tokens] = step
 
     def next_count(
         self, current: int, work: StepWork, costs: Items[StepCost], link_s: float
     ) -> int:
         """How many groups there should be from now on; `current` unless others were best for a
         while."""
-        best = best_count(work, costs, link_s, self.most)
-        if best == current:
+        if self._trying:
+            self._trying -= 1
+            if self._trying:
+                return current
+            return best_count(work, costs, link_s, self.most)
+        if self._ignorant(work):
+            self._trying = _LOOKS
+            self._wanted.clear()
+            return current // 2 if current > 1 else 2
+        rounds = _all_rounds(work, costs, link_s, self.most)
+        best = _fewest(rounds)
+        stays = rounds[min(current, len(rounds)) - 1] <= min(rounds) * (1 + _STAY_TOLERANCE)
+        if best == current or (stays and current < best * _CLEARLY_FEWER):
             self._wanted.clear()
             return current
         if self._wanted and (self._wanted[-1] > current) != (best > current):
@@ -67,3 +105,12 @@ class MicrobatchTuner:
         chosen = min(self._wanted, key=lambda count: abs(count - current))
         self._wanted.clear()
         return chosen
+
+    def _ignorant(self, work: StepWork) -> bool:
+        """Whether what steps of other sizes cost is a guess, although they could be tried."""
+        newest = max(self._seen.values(), default=0)
+        for rows in [r for r, step in self._seen.items() if step < newest - _REMEMBERED_STEPS]:
+            del self._seen[rows]
+        if not self._seen or work.tokens < 2 or self.most < 2:
+            return False
+        return max(self._seen) < _TELLING * min(self._seen)

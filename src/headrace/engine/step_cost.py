@@ -73,8 +73,10 @@ PRIOR = StepCost(fixed=3e-3, per_token=1e-4, per_position=2.5e-8, per_sampled=1e
 # Steps of similar size remembered.
 _MEMORY = 100
 # How much the prior weighs against one measured step.
-_PRIOR_WEIGHT = 0.05
+_PRIOR_WEIGHT = 0.0003
 _SOLVE_EVERY = 32
+# Steps of a new size that are believed, and after each of which the fit is solved at once.
+_NEWS = 4
 # How far one step moves the machine's speed and the typical error, and that error's least.
 _SPEED_STEP = 0.02
 _ERROR_STEP = 0.05
@@ -101,6 +103,7 @@ class CostFit:
         self._multiples = (1.0,) * _PARTS
         self._slowness = 1.0
         self._sizes: dict[int, list[float]] = {}
+        self._steps_of_size: dict[int, int] = {}
         self._steps = 0
         self._unsolved = 0
         # The median of the relative error so far, followed step by step, as is the slowness.
@@ -112,10 +115,18 @@ class CostFit:
             return
         self._steps += 1
         self._unsolved += 1
-        if self._steps > _SOLVE_EVERY:
-            weight, seconds = self._judge(work, seconds)
-        else:
+        size = work.tokens.bit_length()
+        count = self._steps_of_size.get(size, 0) + 1
+        self._steps_of_size[size] = count
+        if self._steps <= _SOLVE_EVERY:
             weight = 1 / seconds**2
+        elif count <= _NEWS:
+            # What the fit says about a size it has not seen does not make a measurement wrong.
+            seconds /= self._slowness
+            weight = 1 / seconds**2
+            self._unsolved = _SOLVE_EVERY
+        else:
+            weight, seconds = self._judge(work, seconds)
         fixed, per_token, per_position, per_sampled = self._prior
         x0, x1 = fixed, per_token * work.tokens
         x2, x3 = per_position * work.attended, per_sampled * work.sampled
@@ -124,7 +135,6 @@ class CostFit:
             w0 * x0, w0 * x1, w0 * x2, w0 * x3, w1 * x1, w1 * x2, w1 * x3, w2 * x2, w2 * x3,
             w3 * x3, wy * x0, wy * x1, wy * x2, wy * x3,
         )  # fmt: skip
-        size = work.tokens.bit_length()
         keep = 1 - 1 / _MEMORY
         old = self._sizes.get(size)
         self._sizes[size] = (

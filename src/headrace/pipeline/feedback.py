@@ -2,7 +2,7 @@
 
 import torch
 
-from headrace.protocol.plan import Plan, TokenRef
+from headrace.protocol.plan import Plan, TokenRef, referenced_steps
 
 # Contract 2: count, then `width` tokens.
 WIDTH = 1
@@ -41,29 +41,34 @@ class FeedbackRing:
         Raises LookupError if a reference names a step that is not in the ring or a row that sampled
         nothing; the caller has waited for all steps it names.
         """
+        fed = {step: self._tokens_of(step, plan) for step in referenced_steps(plan)}
         ids: list[int] = []
-        positions, places, rows = [], [], []
         for row in plan.rows:
             for token in row.inputs:
                 if isinstance(token, TokenRef):
-                    if self.occupant(token.step) != token.step:
-                        raise LookupError(
-                            f"step {plan.step} refers to step {token.step}, which is not held"
-                        )
-                    positions.append(len(ids))
-                    places.append(token.step % len(self._step_at))
-                    rows.append(token.row)
-                    ids.append(0)
+                    count, value = fed[token.step][token.row]
+                    if count != 1:
+                        raise LookupError(f"step {plan.step} refers to a row that sampled nothing")
+                    ids.append(value)
                 else:
                     ids.append(token)
-        device = self._places.device
-        result = torch.tensor(ids, dtype=torch.int64, device=device)
-        if positions:
-            found = self._places[places, rows]
-            if not (found[:, 0] == 1).all():
-                raise LookupError(f"step {plan.step} refers to a row that sampled nothing")
-            result[positions] = found[:, 1].to(torch.int64)
-        return result
+        return torch.tensor(ids, dtype=torch.int64, device=self._places.device)
+
+    def _tokens_of(self, step: int, plan: Plan) -> list[list[int]]:
+        """Counts and tokens of the step's rows, as far as the plan refers to them.
+
+        As lists: for so few numbers torch takes several times as long to gather them.
+        """
+        if self.occupant(step) != step:
+            raise LookupError(f"step {plan.step} refers to step {step}, which is not held")
+        rows = max(
+            token.row
+            for row in plan.rows
+            for token in row.inputs
+            if isinstance(token, TokenRef) and token.step == step
+        )
+        held: list[list[int]] = self.buffer(step, rows + 1).tolist()
+        return held
 
 
 def encode_feedback(tokens: torch.Tensor, yielding: list[int], rows: int) -> torch.Tensor:
@@ -71,7 +76,7 @@ def encode_feedback(tokens: torch.Tensor, yielding: list[int], rows: int) -> tor
 
     tokens: int64 [len(yielding)], what the rows listed in yielding sampled.
     """
-    feedback = torch.zeros(rows, 1 + WIDTH, dtype=torch.int32, device=tokens.device)
-    feedback[yielding, 0] = 1
-    feedback[yielding, 1] = tokens.to(torch.int32)
-    return feedback
+    feedback = [[0, 0] for _ in range(rows)]
+    for row, token in zip(yielding, tokens.tolist(), strict=True):
+        feedback[row] = [1, token]
+    return torch.tensor(feedback, dtype=torch.int32, device=tokens.device)

@@ -21,6 +21,7 @@ import zmq
 from headrace import errors
 from headrace.errors import HeadraceError, PipelineError, StartError
 from headrace.pipeline.cpus import split_cpus
+from headrace.pipeline.watch import ask, connect_watch
 from headrace.protocol import codec
 from headrace.protocol.messages import (
     CacheConfig,
@@ -33,10 +34,12 @@ from headrace.protocol.messages import (
     Result,
     StageConfig,
     Stop,
+    Timeline,
     ToStage,
 )
 from headrace.protocol.plan import Plan
 
+_STAGE_MODULE = "headrace.pipeline.stage_process"
 # Seconds: for a stage to show any progress at start, for the other stages' messages once one has
 # failed, for an ordered stop.
 _START_DEADLINE = 120.0
@@ -49,8 +52,12 @@ class _Stage:
     number: int
     process: subprocess.Popen[bytes]
     socket: zmq.Socket[bytes]
+    # The second socket, to ask what the stage does.
+    watch: zmq.Socket[bytes]
     log: Path
     layers: str
+    # The last sign of life, on time.monotonic's clock.
+    heard_at: float
 
 
 class StageProcesses:
@@ -101,6 +108,21 @@ class StageProcesses:
                 messages.append(message)
         return messages
 
+    def timelines(self, last: int, timeout_s: float) -> list[Timeline]:
+        """The newest activities of every stage that answers in time, on this process's clock.
+
+        Not thread-safe, unlike wake(). Silent stages are missing.
+        """
+        answers = ask([stage.watch for stage in self._stages], last, timeout_s)
+        now = time.monotonic()
+        for answer in answers:
+            self._stages[answer.stage].heard_at = now
+        return answers
+
+    def signs_of_life(self) -> list[float]:
+        """When each stage last sent anything, by stage, in seconds of time.monotonic."""
+        return [stage.heard_at for stage in self._stages]
+
     def wake(self) -> None:
         """Make a receive() that waits in another thread return; the next one, if none does."""
         with contextlib.suppress(ValueError):
@@ -132,6 +154,7 @@ class StageProcesses:
 
     def _spawn(self, config: StageConfig, cpus: list[int]) -> None:
         address = f"ipc://{self._folder}/stage-{config.stage}"
+        watch_address = f"ipc://{self._folder}/watch-{config.stage}"
         # The stage binds and this side connects, since a socket that is bound but has no peer yet
         # blocks its sender, while one that connects queues.
         endpoint = self._context.socket(zmq.DEALER)
@@ -141,6 +164,7 @@ class StageProcesses:
         endpoint.setsockopt(zmq.RECONNECT_IVL, 10)
         try:
             endpoint.connect(address)
+            watch = connect_watch(self._context, watch_address)
         except zmq.ZMQError as error:
             raise StartError(
                 f"cannot create sockets in {self._folder} ({error}): set TMPDIR to a short path "
@@ -154,7 +178,7 @@ class StageProcesses:
         inherited = [] if config.store_fd is None else [config.store_fd]
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "headrace.pipeline.stage_process", address],
+                [sys.executable, "-P", "-m", _STAGE_MODULE, address, watch_address],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -165,7 +189,8 @@ class StageProcesses:
             )
         # At once: whatever interrupts from here on, close() knows the process.
         layers = f"layers {config.share.first_layer} to {config.share.end_layer - 1}"
-        self._stages.append(_Stage(config.stage, process, endpoint, log, layers))
+        stage = _Stage(config.stage, process, endpoint, watch, log, layers, time.monotonic())
+        self._stages.append(stage)
         if cpus:
             os.sched_setaffinity(process.pid, cpus)
         endpoint.send(codec.encode(config))
@@ -196,6 +221,8 @@ class StageProcesses:
                 self._wake.read(8)
                 self._woken = True
                 continue
+            stage = next(stage for stage in self._stages if stage.socket is endpoint)
+            stage.heard_at = time.monotonic()
             while endpoint.poll(0):
                 try:
                     messages.append(codec.decode_from_stage(endpoint.recv()))

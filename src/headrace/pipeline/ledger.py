@@ -9,9 +9,30 @@ A transfer is known by its channel and step and lives through three states:
 | open | ok          | LedgerError   | LedgerError |
 | wait | LedgerError | ok, then done | LedgerError |
 
-A channel's transfers are opened in step order, which makes "done" one number per channel instead
-of a growing set. wait() passes on what the handle raises (LinkError); the entry then counts as
-done, since a link never survives a failed wait.
+A channel's transfers are opened in step order (else LedgerError, which leaves the ledger as it
+was), so that "done" is one number per channel instead of a growing set; a step below that number
+that was never opened counts as done. They may be waited for in any order.
+
+Who calls what: the stage loop decides, as effects; its driver starts a transfer on the link and
+opens it here in one go (PostReceive, Send), and waits here (Wait). Nobody waits on a handle past
+the ledger. When the loop ends it has waited for everything: open_transfers() is empty.
+
+Whose the buffer is: the transfer's from open() until wait() returns, and nobody may write to it,
+nor read a received one. The ledger keeps it alive so long; from then on it is the caller's.
+
+When the transfer completes, as wait() sees it:
+
+| complete           | wait()                                                                    |
+| ------------------ | ------------------------------------------------------------------------- |
+| early, before it   | returns at once                                                           |
+| late, during it    | returns then                                                              |
+| never, by timeout  | raises LinkError at the deadline                                          |
+| with an error      | raises LinkError as soon as the handle knows, at once if it already does  |
+
+`at` says when it was complete, however late that was noticed. Whatever the handle raises is passed
+on, and the transfer is done all the same: no link survives a failed wait, so there is nothing to
+repeat, and the pipeline ends. Its buffer is then lost: the backend may still write to it, and keeps
+it alive itself.
 """
 
 import enum

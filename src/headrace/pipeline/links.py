@@ -3,18 +3,25 @@
 Every directed edge is a process group of its own, so that nothing queues behind anything else.
 Starting a send or a receive returns at once. A buffer must live, untouched, from the start of its
 transfer until its wait returns: the ledger holds it so long. A wait that runs out of time, or whose
-peer is gone, is a LinkError; a link never survives one, and the pipeline ends.
+peer is gone, is a LinkError; the link is then dead at both ends, other transfers and later ones
+fail at once, and the pipeline ends.
 
-gloo (CPU): bytes move on gloo's threads once both sides have started. Each incoming edge has a
-thread that waits for one receive after the other, in which gloo blocks without computing, and so
-notes when each was complete, however late the stage looks; the stage's own wait() blocks its thread
-until then. A send's wait() blocks the host thread in gloo.
+Each incoming edge has a thread that finishes one receive after the other, and so notes when each
+was complete, however late the stage looks. The stage's wait() blocks its thread until then. A
+send's moment is when its wait noticed it.
 
-NCCL, XCCL (CUDA, XPU): transfers run on streams of their own. wait() blocks the host thread until
-the transfer's event has come, because a device cannot be told to give up at a deadline, and orders
-the current stream after it; on expiry the group is aborted. The buffer may then be used on the
-current stream. Every edge carries a message at the start, in the order of edges(), since the first
-one on a communicator blocks until the peer has come.
+gloo (CPU): bytes move on gloo's threads once both sides have started. Waiting blocks the thread in
+gloo, without computing.
+
+NCCL, XCCL (CUDA, XPU): transfers run on streams of their own, after what the current stream had to
+do when they were started. A device cannot be told to give up at a deadline, so the host asks again
+and again whether the transfer is complete. wait() orders the current stream after it, and the
+buffer may then be used on that stream. A small send may be complete before its receive is posted.
+A dead link's group is aborted, since its transfers would keep the device busy for ever. A receive
+that is posted occupies a piece of the device until it is complete: what makes the device wait for
+all its work (freeing memory, loading a kernel at its first use) waits for the receive too, so set
+CUDA_MODULE_LOADING=EAGER. Every edge carries a message at the start, in the order of edges(),
+since the first one on a communicator blocks until the peer has come.
 """
 
 import contextlib
@@ -35,12 +42,26 @@ from headrace.errors import StartError
 from headrace.pipeline.ledger import Channel, Handle, Tensors
 from headrace.protocol.messages import LinkEmulation
 
-# torch.distributed's name of the backend for each kind of device.
+# torch.distributed's name of the backend for each kind of device, and the variable that says which
+# network interface it uses.
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
+_INTERFACE = {
+    "gloo": "GLOO_SOCKET_IFNAME",
+    "nccl": "NCCL_SOCKET_IFNAME",
+    "xccl": "CCL_KVS_IFACE",
+}
+
+# NCCL's watchdog must neither abort communicators nor end the process: deadlines are kept here.
+_NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
 
 # For torch.distributed's own deadlines, where ours are kept elsewhere.
-_FOREVER = timedelta(days=365)
-_POLL_S = 20e-6
+_FOREVER_S = 365 * 86400.0
+_POLL_S = 50e-6
 
 
 class LinkError(Exception):
@@ -55,17 +76,17 @@ class Link(Protocol):
     """One stage's end of a directed edge."""
 
     def send(self, tensor: torch.Tensor) -> Handle:
-        """Start sending a contiguous tensor; LinkError if the peer is known to be gone."""
+        """Start sending a contiguous tensor; LinkError if the link is known to be dead."""
 
     def receive(self, buffer: torch.Tensor) -> Handle:
         """Start receiving into a contiguous buffer of the sender's shape and dtype.
 
-        LinkError if the peer is known to be gone.
+        LinkError if the link is known to be dead.
         """
 
 
 @dataclass(frozen=True)
-class _End:
+class End:
     """What a stage calls its end of an edge, in errors."""
 
     channel: Channel
@@ -79,8 +100,9 @@ class _End:
         raise LinkError(f"{self}: the link is gone", self.peer) from error
 
     def late(self, timeout_s: float, error: BaseException | None = None) -> NoReturn:
+        missing = "nothing came" if self.incoming else "it was not taken"
         raise LinkError(
-            f"{self}: nothing came within {timeout_s:g} s (if a step may take that long, raise "
+            f"{self}: {missing} within {timeout_s:g} s (if a step may take that long, raise "
             "--stall-timeout)",
             self.peer,
         ) from error
@@ -91,192 +113,189 @@ class _End:
         return f"{doing} {self.channel.tensors} {towards} stage {self.peer}"
 
 
-def _start(
-    end: _End,
-    operation: Callable[..., dist.Work | None],
-    tensor: torch.Tensor,
-    group: dist.ProcessGroup,
-) -> dist.Work:
+# Waiting, by backend
+
+
+def _finish_on_gloo(work: dist.Work, timeout_s: float) -> None:
+    """Return once it is complete; TimeoutError, or RuntimeError if it cannot be."""
     try:
-        work = operation(tensor, end.peer, group=group)
+        # gloo takes whole milliseconds, and none for "no deadline".
+        work.wait(timedelta(milliseconds=max(1, round(timeout_s * 1e3))))
     except RuntimeError as error:
-        end.gone(error)
-    assert work is not None, "this rank is not part of the edge"
-    return work
+        if "imed out" in str(error):
+            raise TimeoutError from error
+        raise
 
 
-# gloo
+def _finish_on_device(work: dist.Work, timeout_s: float) -> None:
+    """Return once it is complete; TimeoutError, or RuntimeError if it cannot be."""
+    deadline = time.monotonic() + timeout_s
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(_POLL_S)
+    # Completed may mean failed. With a timeout, wait() raises then; without, it does not.
+    work.wait(timedelta(seconds=1))
+
+
+# Links
+
+
+@dataclass
+class SlowLine:
+    """When a message would be there if the line were as slow as the emulation says.
+
+    As on a socket under gloo: the receiver's notice that it is ready takes the latency to reach the
+    sender; then the bytes need their time on the line, one message after the other; and the latency
+    once more.
+    """
+
+    emulation: LinkEmulation
+    _free_at: float = 0.0
+
+    def arrival(self, posted_at: float, here_at: float, size: int) -> float:
+        """The moment for a message of size bytes whose receive was posted at posted_at.
+
+        here_at: when it came over the real link, which knows neither notice nor latency.
+        """
+        begins_at = max(here_at, posted_at + self.emulation.latency_s, self._free_at)
+        per_s = self.emulation.bytes_per_s
+        self._free_at = begins_at + (0.0 if per_s is None else size / per_s)
+        return self._free_at + self.emulation.latency_s
 
 
 @dataclass(frozen=True)
-class _GlooSend:
+class _Sending:
+    link: "GroupLink"
     work: dist.Work
-    end: _End
 
     def wait(self, timeout_s: float) -> float:
         try:
-            self.work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            if "imed out" in str(error):
-                self.end.late(timeout_s, error)
-            self.end.gone(error)
+            self.link.finish(self.work, timeout_s)
+        except TimeoutError as error:
+            self.link.give_up()
+            self.link.end.late(timeout_s, error)
+        except (RuntimeError, ConnectionError) as error:
+            self.link.give_up()
+            self.link.end.gone(error)
         return time.monotonic()
 
 
 @dataclass(eq=False)
-class _GlooReceive:
-    """A receive that the edge's thread waits for. started_at: when the stage posted it."""
+class _Receiving:
+    """A receive that the edge's thread finishes. at: when it is complete; may be still to come."""
 
-    end: _End
-    buffer: torch.Tensor
-    started_at: float
-    work: dist.Work | None = None
+    link: "GroupLink"
+    work: dist.Work
+    size: int
+    posted_at: float
     at: float = 0.0
-    error: RuntimeError | None = None
-    _done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    settled: threading.Event = field(default_factory=threading.Event)
 
     def wait(self, timeout_s: float) -> float:
-        if not self._done.wait(timeout_s):
-            self.end.late(timeout_s)
-        if self.error is not None:
-            self.end.gone(self.error)
+        deadline = time.monotonic() + timeout_s
+        in_time = self.settled.wait(timeout_s)
+        if in_time and self.error is not None:
+            self.link.end.gone(self.error)
+        if in_time:
+            _sleep_until(min(self.at, deadline))
+            in_time = self.at <= deadline
+        if not in_time:
+            self.link.give_up()
+            self.link.end.late(timeout_s)
+        if self.link.on_device:
+            self.work.wait()
         return self.at
 
-    def complete(self, at: float, error: RuntimeError | None = None) -> None:
-        self.at, self.error = at, error
-        self._done.set()
 
+class GroupLink:
+    """An edge over a process group of a kind of device. line: makes it slower than it is."""
 
-def _thread(name: str, work: Callable[[], None]) -> None:
-    threading.Thread(target=work, name=name, daemon=True).start()
-
-
-class GlooLink:
-    """An edge over gloo, as fast as it is."""
-
-    def __init__(self, end: _End, group: dist.ProcessGroup) -> None:
-        self._end, self._group = end, group
-        self._posted: queue.SimpleQueue[_GlooReceive] = queue.SimpleQueue()
+    def __init__(
+        self, end: End, group: dist.ProcessGroup, device: str, line: SlowLine | None
+    ) -> None:
+        self.end = end
+        self.on_device = device != "cpu"
+        self._group, self._device, self._line = group, device, line
+        self._dead = False
+        self._posted: queue.SimpleQueue[_Receiving] = queue.SimpleQueue()
         if end.incoming:
-            _thread(f"arrivals of {end.channel.tensors}", self._wait_for_arrivals)
+            _start_thread(f"arrivals of {end.channel.tensors}", self._finish_receives)
 
     def send(self, tensor: torch.Tensor) -> Handle:
-        return _GlooSend(_start(self._end, dist.isend, tensor, self._group), self._end)
+        """As Link says."""
+        return _Sending(self, self._start(dist.isend, tensor))
 
     def receive(self, buffer: torch.Tensor) -> Handle:
-        receive = _GlooReceive(self._end, buffer, time.monotonic())
-        self._post(receive)
+        """As Link says."""
+        posted_at = time.monotonic()
+        work = self._start(dist.irecv, buffer)
+        receive = _Receiving(self, work, buffer.nbytes, posted_at)
+        self._posted.put(receive)
         return receive
 
-    def _post(self, receive: _GlooReceive) -> None:
-        receive.work = _start(self._end, dist.irecv, receive.buffer, self._group)
-        self._posted.put(receive)
+    def finish(self, work: dist.Work, timeout_s: float) -> None:
+        """Block until it is complete; TimeoutError, or RuntimeError or ConnectionError if lost."""
+        (_finish_on_device if self.on_device else _finish_on_gloo)(work, timeout_s)
+        # An aborted transfer looks complete on a device.
+        self._check_alive()
 
-    def _wait_for_arrivals(self) -> None:
+    def give_up(self) -> None:
+        """Declare the link dead: no transfer survives, and the peer learns of it."""
+        if not self._dead:
+            self._dead = True
+            # Not here: on a device it may take long, and the caller has a deadline to keep.
+            _start_thread(f"abort of {self.end.channel.tensors}", self._abort)
+
+    def _start(self, operation: Callable[..., dist.Work | None], tensor: torch.Tensor) -> dist.Work:
+        try:
+            self._check_alive()
+            work = operation(tensor, self.end.peer, group=self._group)
+        except (RuntimeError, ConnectionError) as error:
+            self.give_up()
+            self.end.gone(error)
+        assert work is not None, "this rank is not part of the edge"
+        return work
+
+    def _finish_receives(self) -> None:
         while True:
             receive = self._posted.get()
-            assert receive.work is not None
             try:
-                receive.work.wait(_FOREVER)
-            except RuntimeError as error:
-                receive.complete(time.monotonic(), error)
+                self.finish(receive.work, _FOREVER_S)
+            except (RuntimeError, OSError) as error:
+                self.give_up()
+                receive.error = error
             else:
-                self._arrived(receive, time.monotonic())
+                receive.at = time.monotonic()
+                if self._line is not None:
+                    receive.at = self._line.arrival(receive.posted_at, receive.at, receive.size)
+            receive.settled.set()
 
-    def _arrived(self, receive: _GlooReceive, at: float) -> None:
-        receive.complete(at)
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise ConnectionError("the link was given up")
+
+    def _abort(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            if self.on_device:
+                self._group._get_backend(torch.device(self._device)).abort()
+            else:
+                # gloo's own abort() leaves transfers waiting, while one that runs out of time
+                # closes the whole group. With this tag nothing can come.
+                work = dist.irecv(torch.empty(1), self.end.peer, group=self._group, tag=1)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
 
 
-class EmulatedGlooLink(GlooLink):
-    """An edge over gloo that behaves as a slower one would.
-
-    The notice that a receiver is ready takes the latency to reach the sender, so the receive is
-    posted that much later; then its bytes need their time on the line, one message after the other,
-    and the latency once more. All of it is spent asleep, on the receiver's side.
-    """
-
-    def __init__(self, end: _End, group: dist.ProcessGroup, emulation: LinkEmulation) -> None:
-        self._emulation = emulation
-        self._line_free_at = 0.0
-        self._notices: queue.SimpleQueue[_GlooReceive] = queue.SimpleQueue()
-        super().__init__(end, group)
-        if end.incoming:
-            _thread(f"notices of {end.channel.tensors}", self._deliver_notices)
-
-    def receive(self, buffer: torch.Tensor) -> Handle:
-        receive = _GlooReceive(self._end, buffer, time.monotonic())
-        self._notices.put(receive)
-        return receive
-
-    def _deliver_notices(self) -> None:
-        while True:
-            receive = self._notices.get()
-            _sleep_until(receive.started_at + self._emulation.latency_s)
-            try:
-                self._post(receive)
-            except LinkError as error:
-                receive.complete(time.monotonic(), RuntimeError(str(error)))
-
-    def _arrived(self, receive: _GlooReceive, at: float) -> None:
-        on_line = 0.0
-        if self._emulation.bytes_per_s is not None:
-            on_line = receive.buffer.nbytes / self._emulation.bytes_per_s
-        self._line_free_at = max(at, self._line_free_at) + on_line
-        at = self._line_free_at + self._emulation.latency_s
-        _sleep_until(at)
-        receive.complete(at)
+def _start_thread(name: str, work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name=name, daemon=True).start()
 
 
 def _sleep_until(moment: float) -> None:
     left = moment - time.monotonic()
     if left > 0:
         time.sleep(left)
-
-
-# NCCL and XCCL
-
-
-@dataclass(frozen=True)
-class _DeviceHandle:
-    work: dist.Work
-    end: _End
-    group: dist.ProcessGroup
-
-    def wait(self, timeout_s: float) -> float:
-        deadline = time.monotonic() + timeout_s
-        try:
-            while not self.work.is_completed():
-                if time.monotonic() > deadline:
-                    self._abort()
-                    self.end.late(timeout_s)
-                time.sleep(_POLL_S)
-            self.work.wait()
-        except RuntimeError as error:
-            self.end.gone(error)
-        return time.monotonic()
-
-    def _abort(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self.group._get_backend(torch.device(_device_of(self.group))).abort()
-
-
-def _device_of(group: dist.ProcessGroup) -> str:
-    backend = dist.get_backend(group)
-    return next(device for device, name in BACKENDS.items() if name == backend)
-
-
-@dataclass(frozen=True)
-class DeviceLink:
-    """An edge over NCCL or XCCL, between devices."""
-
-    end: _End
-    group: dist.ProcessGroup
-
-    def send(self, tensor: torch.Tensor) -> Handle:
-        return _DeviceHandle(_start(self.end, dist.isend, tensor, self.group), self.end, self.group)
-
-    def receive(self, buffer: torch.Tensor) -> Handle:
-        return _DeviceHandle(_start(self.end, dist.irecv, buffer, self.group), self.end, self.group)
 
 
 # Setting up
@@ -312,13 +331,15 @@ def connect(
 ) -> dict[Channel, Link]:
     """Join the other stages and set up this stage's ends of all its edges.
 
-    emulation: make gloo's edges slower than they are. Raises StartError naming the address if the
+    emulation: make the edges slower than they are. Raises StartError naming the address if the
     others do not come within timeout_s.
     """
     if num_stages == 1:
         return {}
     timeout = timedelta(seconds=timeout_s)
     backend = BACKENDS[device.type]
+    if backend == "nccl":
+        os.environ.update(_NCCL_SETTINGS)
     try:
         store = TCPStore(
             rendezvous.address,
@@ -332,19 +353,23 @@ def connect(
         dist.init_process_group(
             backend, store=store, rank=stage, world_size=num_stages, timeout=timeout
         )
+        # gloo's groups connect when they are made; others have no use for a deadline.
+        of_groups = timeout if backend == "gloo" else timedelta(seconds=_FOREVER_S)
         groups = {
-            edge: dist.new_group([edge.source, edge.target], timeout=timeout, backend=backend)
+            edge: dist.new_group([edge.source, edge.target], timeout=of_groups, backend=backend)
             for edge in edges(num_stages)
         }
         links: dict[Channel, Link] = {}
-        for edge in edges(num_stages):
+        for edge, group in groups.items():
             if stage in edge[1:]:
-                end = _End(edge, incoming=edge.target == stage)
-                links[edge] = _link(end, groups[edge], backend, emulation)
+                end = End(edge, incoming=edge.target == stage)
+                line = None if emulation is None else SlowLine(emulation)
+                links[edge] = GroupLink(end, group, device.type, line)
                 if backend != "gloo":
                     _exchange_first_message(links[edge], end, device, timeout_s)
     except (RuntimeError, ValueError, LinkError) as error:
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "(chosen by gloo)")
+        variable = _INTERFACE[backend]
+        interface = os.environ.get(variable, f"of {backend}'s choice (or set {variable})")
         reason = " ".join(str(error).split())[:200]
         raise StartError(
             f"cannot meet the other stages at {rendezvous.address}:"
@@ -353,15 +378,7 @@ def connect(
     return links
 
 
-def _link(
-    end: _End, group: dist.ProcessGroup, backend: str, emulation: LinkEmulation | None
-) -> Link:
-    if backend != "gloo":
-        return DeviceLink(end, group)
-    return GlooLink(end, group) if emulation is None else EmulatedGlooLink(end, group, emulation)
-
-
-def _exchange_first_message(link: Link, end: _End, device: torch.device, timeout_s: float) -> None:
+def _exchange_first_message(link: Link, end: End, device: torch.device, timeout_s: float) -> None:
     message = torch.zeros(1, device=device)
     handle = link.receive(message) if end.incoming else link.send(message)
     handle.wait(timeout_s)

@@ -1,4 +1,4 @@
-"""A stage's process, started by pipeline/launch.py with the address of its control socket.
+"""A stage's process, started by pipeline/launch.py with the addresses of its two sockets.
 
 Standard input is a pipe that the engine's process holds open: when it closes, the engine is gone,
 and this process ends too.
@@ -25,7 +25,7 @@ def main() -> int:
     # Only now, since torch takes seconds to import and the engine may be gone before.
     from headrace.pipeline.stage_worker import run
 
-    return run(sys.argv[1])
+    return run(sys.argv[1], sys.argv[2])
 
 
 if __name__ == "__main__":

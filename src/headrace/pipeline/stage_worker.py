@@ -4,16 +4,12 @@ import os
 import time
 import traceback
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 import torch
 import zmq
 
-from headrace.checkpoint.locate import ModelFiles
-from headrace.errors import HeadraceError, PipelineError, StartError
-from headrace.model.llama import LlamaStage, load_llama
-from headrace.model.weights import open_tensors
+from headrace.errors import HeadraceError, PipelineError
 from headrace.pipeline.effects import (
     Compute,
     Effect,
@@ -24,14 +20,17 @@ from headrace.pipeline.effects import (
     TakePlans,
     Wait,
 )
-from headrace.pipeline.executor import ModelExecutor, cache_bytes_per_block
+from headrace.pipeline.executor import cache_bytes_per_block
 from headrace.pipeline.ledger import Channel, Ledger, Tensors
 from headrace.pipeline.links import Link, LinkError, Rendezvous, connect, disconnect
+from headrace.pipeline.load import load_model, model_executor
 from headrace.pipeline.stage_loop import Executor, StageRole, stage_loop
 from headrace.pipeline.synthetic import SyntheticExecutor
-from headrace.pipeline.timeline import Activity, StepTimes
+from headrace.pipeline.timeline import StageTimeline
+from headrace.pipeline.watch import answer_when_asked
 from headrace.protocol import codec
 from headrace.protocol.messages import (
+    ActivityKind,
     CacheConfig,
     Failure,
     FromStage,
@@ -44,7 +43,7 @@ from headrace.protocol.messages import (
 )
 from headrace.protocol.plan import Plan
 
-_WAIT_OF: dict[Tensors, Activity] = {
+_WAIT_OF: dict[Tensors, ActivityKind] = {
     Tensors.FEEDBACK: "feedback_wait",
     Tensors.ACTIVATIONS: "activation_wait",
 }
@@ -53,9 +52,8 @@ _WAIT_OF: dict[Tensors, Activity] = {
 class ControlSocket:
     """The stage's end of its ordered socket to the engine."""
 
-    def __init__(self, address: str) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+    def __init__(self, address: str, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self._socket = context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 2000)
         self._socket.bind(address)
@@ -79,16 +77,15 @@ class ControlSocket:
         return messages
 
     def close(self) -> None:
-        """Deliver what is queued (for up to two seconds) and close."""
+        """Close; what is queued is delivered for up to two seconds, until the context ends."""
         self._socket.close()
-        self._context.term()
 
 
 def drive(
     loop: Generator[Effect, Any, None],
     control: ControlSocket,
     links: dict[Channel, Link],
-    times: StepTimes,
+    timeline: StageTimeline,
     link_timeout: float,
 ) -> None:
     """Carry out a stage loop's effects until it ends."""
@@ -100,34 +97,41 @@ def drive(
         except StopIteration:
             return
         value = None
-        started = time.monotonic()
         match effect:
             case TakePlans(wait):
+                if wait:
+                    timeline.begin("plan_wait", timeline.step, time.monotonic())
                 value = control.take_plans(wait)
                 if wait:
-                    times.add("plan_wait", started, time.monotonic())
+                    timeline.end(time.monotonic())
+                for message in value:
+                    if isinstance(message, Plan):
+                        timeline.planned(message)
             case PostReceive(channel, step, buffer):
                 ledger.open(channel, step, links[channel].receive(buffer), buffer)
             case Send(channel, step, tensor):
-                times.sent(started)
+                timeline.begin("send", step, time.monotonic())
                 ledger.open(channel, step, links[channel].send(tensor), tensor)
+                timeline.end(time.monotonic())
             case Wait(channel, step):
+                incoming = channel.target == timeline.stage
+                wait_kind = _WAIT_OF[channel.tensors] if incoming else "send_wait"
+                timeline.begin(wait_kind, step, time.monotonic())
                 value, at = ledger.wait(channel, step, link_timeout)
-                incoming = channel.target == times.stage
+                timeline.end(time.monotonic())
                 if incoming:
-                    times.arrived(step, at)
-                activity = _WAIT_OF[channel.tensors] if incoming else "send_wait"
-                times.add(activity, started, time.monotonic())
-            case Compute(kind, _, work):
+                    timeline.arrived(step, at)
+            case Compute(kind, step, work):
+                timeline.begin(kind, step, time.monotonic())
                 value = work()
-                times.add(kind, started, time.monotonic())
+                timeline.end(time.monotonic())
             case EmitResult(result):
                 control.send(result)
-            case StepDone(step):
-                control.send(times.finish(step))
+            case StepDone():
+                control.send(timeline.finish(time.monotonic()))
 
 
-def run_stage(config: StageConfig, control: ControlSocket) -> None:
+def run_stage(config: StageConfig, control: ControlSocket, timeline: StageTimeline) -> None:
     """Load, meet the other stages, run the loop to its end."""
     device = torch.device("cpu")
     executor = _executor(config, control, device)
@@ -154,7 +158,7 @@ def run_stage(config: StageConfig, control: ControlSocket) -> None:
             stage_loop(role, executor),
             control,
             links,
-            StepTimes(config.epoch, config.stage),
+            timeline,
             config.link_timeout,
         )
     disconnect()
@@ -168,25 +172,13 @@ def _executor(config: StageConfig, control: ControlSocket, device: torch.device)
         return SyntheticExecutor(
             config.synthetic, config.model_config.hidden_size, getattr(torch, config.dtype), device
         )
-    model = _load(config, control, device)
+    model = load_model(
+        config, device, lambda done: control.send(Loading(config.stage, "weights", done))
+    )
     control.send(
         Loaded(config.stage, model.weight_bytes, cache_bytes_per_block(model, config.block_size))
     )
-    cache = _receive_cache_config(control)
-    try:
-        return ModelExecutor(
-            model=model,
-            max_num_seqs=config.max_num_seqs,
-            num_blocks=cache.num_blocks,
-            block_size=config.block_size,
-            max_blocks=-(-config.max_model_len // config.block_size),
-            device=device,
-        )
-    except (RuntimeError, MemoryError) as error:
-        raise StartError(
-            f"not enough memory for {cache.num_blocks} cache blocks: "
-            "lower --kv-cache-memory or --max-model-len"
-        ) from error
+    return model_executor(config, model, _receive_cache_config(control).num_blocks, device)
 
 
 def _receive_cache_config(control: ControlSocket) -> CacheConfig:
@@ -196,30 +188,16 @@ def _receive_cache_config(control: ControlSocket) -> CacheConfig:
     return message
 
 
-def _load(config: StageConfig, control: ControlSocket, device: torch.device) -> LlamaStage:
-    assert config.model_kind != "synthetic"
-    source = open_tensors(
-        ModelFiles(Path(config.model_path), config.model_kind), config.model_config
-    )
-    with torch.inference_mode():
-        return load_llama(
-            config.model_config,
-            config.share,
-            source,
-            getattr(torch, config.dtype),
-            device,
-            config.max_model_len,
-            lambda done: control.send(Loading(config.stage, "weights", done)),
-        )
-
-
-def run(address: str) -> int:
-    """Run one stage, controlled over the socket at address; 0 only after an ordered stop."""
-    control = ControlSocket(address)
+def run(control_address: str, watch_address: str) -> int:
+    """Run one stage, controlled and watched over two sockets; 0 only after an ordered stop."""
+    context = zmq.Context()
+    control = ControlSocket(control_address, context)
     config = control.receive()
     assert isinstance(config, StageConfig)
+    timeline = StageTimeline(config.epoch, config.stage)
+    answer_when_asked(context, watch_address, timeline)
     try:
-        run_stage(config, control)
+        run_stage(config, control, timeline)
     except Exception as error:
         expected = isinstance(error, HeadraceError | LinkError)
         message = str(error) if expected else f"internal error: {type(error).__name__}: {error}"
@@ -232,7 +210,9 @@ def run(address: str) -> int:
         )
         control.send(failure)
         control.close()
+        context.term()
         # Not a return: a broken link's threads may hold the interpreter's exit back for ever.
         os._exit(1)
     control.close()
+    context.term()
     return 0

@@ -1,6 +1,7 @@
 """A stage that computes nothing and takes a given time, to measure everything but a model."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,13 +14,15 @@ from headrace.protocol.plan import Plan, Yield
 class SyntheticExecutor:
     """An Executor whose forward() lasts stage_time for the plan's rows, asleep. Token 0 is sampled.
 
-    device: where the activations are, [tokens, hidden_size] of dtype.
+    device: where the activations are, [tokens, hidden_size] of dtype. sleep: lets seconds pass; in
+    virtual time nothing does, and the stages are told seconds().
     """
 
     stage_time: SyntheticTime
     hidden_size: int
     dtype: torch.dtype
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    sleep: Callable[[float], None] = time.sleep
 
     def begin(self, plan: Plan) -> None:
         """Nothing to keep."""
@@ -30,7 +33,7 @@ class SyntheticExecutor:
         activations = torch.zeros(
             len(inputs), self.hidden_size, dtype=self.dtype, device=self.device
         )
-        time.sleep(max(0.0, ends_at - time.monotonic()))
+        self.sleep(max(0.0, ends_at - time.monotonic()))
         return activations
 
     def logits(self, plan: Plan, activations: torch.Tensor) -> torch.Tensor:

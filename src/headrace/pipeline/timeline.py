@@ -1,65 +1,20 @@
-"""Where a stage's time goes, step by step."""
+"""Where a stage's time goes: its time line, and from it the report of each step."""
 
-import time
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
-from headrace.protocol.messages import Report
+from headrace.protocol.messages import Activity, ActivityKind, Report, Timeline
+from headrace.protocol.plan import Plan
 
-Activity = Literal[
-    "plan_wait", "feedback_wait", "activation_wait", "send_wait", "forward", "sample"
-]
+# Activities remembered: those of some eight thousand steps.
+RING_SIZE = 65_536
+# Reading the peak memory takes some 50 us, as long as a dozen steps' activities.
+_MEMORY_EVERY_S = 0.1
 
-
-@dataclass
-class StepTimes:
-    """Adds up one stage's activities, in seconds, until the step is done."""
-
-    epoch: int
-    stage: int
-    _seconds: dict[Activity, float] = field(default_factory=dict, init=False)
-    _began: float | None = field(default=None, init=False)
-    _sent_at: float | None = field(default=None, init=False)
-    _arrivals: list[tuple[int, float]] = field(default_factory=list, init=False)
-
-    def add(self, activity: Activity, started: float, ended: float) -> None:
-        """Book an activity from `started` to `ended` on time.monotonic's clock."""
-        self._seconds[activity] = self._seconds.get(activity, 0.0) + ended - started
-        if self._began is None:
-            self._began = ended if activity == "plan_wait" else started
-
-    def sent(self, at: float) -> None:
-        """What the step gives to another stage was started at this moment."""
-        self._sent_at = at
-
-    def arrived(self, step: int, at: float) -> None:
-        """What another stage sent for a step was there at this moment."""
-        self._arrivals.append((step, at))
-
-    def finish(self, step: int) -> Report:
-        """The report of a step that is done; starts anew for the next."""
-        ended = time.monotonic()
-        began = ended if self._began is None else self._began
-        seconds, self._seconds, self._began = self._seconds, {}, None
-        sent_at, self._sent_at = self._sent_at, None
-        arrivals, self._arrivals = self._arrivals, []
-        return Report(
-            epoch=self.epoch,
-            step=step,
-            stage=self.stage,
-            began=began,
-            ended=ended,
-            plan_wait_s=seconds.get("plan_wait", 0.0),
-            feedback_wait_s=seconds.get("feedback_wait", 0.0),
-            activation_wait_s=seconds.get("activation_wait", 0.0),
-            send_wait_s=seconds.get("send_wait", 0.0),
-            forward_s=seconds.get("forward", 0.0),
-            sample_s=seconds.get("sample", 0.0),
-            sent_at=sent_at,
-            arrivals=arrivals,
-            peak_memory_bytes=peak_memory(),
-        )
+# kind, step, microbatch, of, began: an activity that goes on. With ended: one that is over.
+_Going = tuple[ActivityKind, int, int, int, float]
+_Ended = tuple[ActivityKind, int, int, int, float, float]
 
 
 def peak_memory() -> int:
@@ -71,3 +26,103 @@ def peak_memory() -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+class StageTimeline:
+    """What one stage does, one activity after the other, in a ring of fixed size.
+
+    Moments are given by the caller, in seconds of whatever clock it lives by. One thread records;
+    show() may be called from any other meanwhile. memory: tells the peak memory in bytes.
+    """
+
+    def __init__(self, epoch: int, stage: int, memory: Callable[[], int] = peak_memory) -> None:
+        self.stage = stage
+        self._epoch = epoch
+        self._memory = memory
+        self._ring: list[_Ended | None] = [None] * RING_SIZE
+        self._count = 0
+        self._going: _Going | None = None
+        # The step that the stage is at: steps are done in order, without gaps.
+        self._step = 0
+        self._microbatches: deque[int] = deque()
+        # Since the last report.
+        self._seconds: dict[ActivityKind, float] = {}
+        self._began: float | None = None
+        self._sent_at: float | None = None
+        self._arrivals: list[tuple[int, float]] = []
+        self._peak_memory = 0
+        self._memory_due = float("-inf")
+
+    @property
+    def step(self) -> int:
+        """The step that the stage is at, or whose plan it waits for."""
+        return self._step
+
+    def planned(self, plan: Plan) -> None:
+        """The stage was given the next plan; one of another epoch is none."""
+        if plan.epoch == self._epoch:
+            self._microbatches.append(plan.microbatch)
+
+    def begin(self, kind: ActivityKind, of: int, at: float) -> None:
+        """From this moment the stage does this. of: the step whose tensor (or plan) it is about."""
+        microbatch = self._microbatches[0] if self._microbatches else -1
+        self._going = (kind, self._step, microbatch, of, at)
+        if kind == "send":
+            self._sent_at = at
+
+    def end(self, at: float) -> None:
+        """What began last is over."""
+        going = self._going
+        assert going is not None, "nothing has begun"
+        self._ring[self._count % RING_SIZE] = (*going, at)
+        self._count += 1
+        self._going = None
+        kind, began = going[0], going[4]
+        self._seconds[kind] = self._seconds.get(kind, 0.0) + at - began
+        if self._began is None:
+            self._began = at if kind == "plan_wait" else began
+
+    def arrived(self, step: int, at: float) -> None:
+        """What another stage sent for a step was there at this moment."""
+        self._arrivals.append((step, at))
+
+    def finish(self, at: float) -> Report:
+        """The report of the step that the stage is at, which is done; then comes the next."""
+        if at >= self._memory_due:
+            self._memory_due = at + _MEMORY_EVERY_S
+            self._peak_memory = self._memory()
+        seconds = self._seconds.get
+        report = Report(
+            epoch=self._epoch,
+            step=self._step,
+            stage=self.stage,
+            began=at if self._began is None else self._began,
+            ended=at,
+            plan_wait_s=seconds("plan_wait", 0.0),
+            feedback_wait_s=seconds("feedback_wait", 0.0),
+            activation_wait_s=seconds("activation_wait", 0.0),
+            send_wait_s=seconds("send_wait", 0.0),
+            forward_s=seconds("forward", 0.0),
+            sample_s=seconds("sample", 0.0),
+            sent_at=self._sent_at,
+            arrivals=self._arrivals,
+            peak_memory_bytes=self._peak_memory,
+        )
+        self._seconds, self._began = {}, None
+        self._sent_at, self._arrivals = None, []
+        self._microbatches.popleft()
+        self._step += 1
+        return report
+
+    def show(self, last: int, now: float) -> Timeline:
+        """At most the last so many activities; the newest may still go on."""
+        # In this order: an activity that ends meanwhile is seen twice rather than not at all.
+        going, count = self._going, self._count
+        shown = range(max(0, count - min(last, RING_SIZE)), count)
+        ended = [(n, self._ring[n % RING_SIZE]) for n in shown]
+        # Those that were overwritten meanwhile are newer than they should be.
+        oldest = self._count - RING_SIZE
+        activities = [Activity(*entry) for n, entry in ended if entry is not None and n >= oldest]
+        if going is not None and (not activities or activities[-1].began < going[4]):
+            activities.append(Activity(*going, None))
+        return Timeline(self.stage, now, activities[-last:] if last else [])

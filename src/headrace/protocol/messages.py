@@ -147,15 +147,20 @@ class Report(msgspec.Struct, tag="report", array_like=True, frozen=True):
     peak_memory_bytes: int
 
 
+ActivityKind = Literal[
+    "plan_wait", "feedback_wait", "activation_wait", "send_wait", "forward", "sample", "send"
+]
+
+
 class Activity(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A piece of a stage's time line. began, ended: in seconds of the stage's clock.
 
-    kind: plan_wait, feedback_wait, activation_wait, send_wait, forward, sample or send. step,
-    microbatch: the step that the stage is at (-1: none yet). of: the step whose tensor is waited
-    for or sent, else step. ended is None while it goes on.
+    step: that which the stage is at. microbatch: its, -1 while its plan is not there. of: the step
+    whose tensor is waited for or sent, else step. ended is None while it goes on. send starts a
+    transfer; send_wait waits until one started long before is complete.
     """
 
-    kind: str
+    kind: ActivityKind
     step: int
     microbatch: int
     of: int
@@ -191,5 +196,5 @@ class Failure(msgspec.Struct, tag="failure", array_like=True, frozen=True):
     details: str
 
 
-ToStage = StageConfig | CacheConfig | Plan | Stop
-FromStage = Loading | Loaded | Ready | Result | Report | Failure
+ToStage = StageConfig | CacheConfig | Plan | Stop | ShowTimeline
+FromStage = Loading | Loaded | Ready | Result | Report | Failure | Timeline

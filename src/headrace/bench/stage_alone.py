@@ -1,0 +1,120 @@
+"""One stage's share of a model with nothing else running: the same plans, and what they take.
+
+The stage gets a process of its own, on the cores and with the threads that it has in the pipeline.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+
+import msgspec
+import torch
+
+from headrace.errors import PipelineError
+from headrace.pipeline.cpus import split_cpus
+from headrace.pipeline.load import load_model, model_executor
+from headrace.pipeline.stage_loop import Executor
+from headrace.pipeline.synthetic import SyntheticExecutor
+from headrace.protocol.messages import StageConfig
+from headrace.protocol.plan import Plan, samples, token_count
+
+
+class _Task(msgspec.Struct, array_like=True):
+    """What the process is to do. warm_up: plans whose time does not count."""
+
+    config: StageConfig
+    num_blocks: int
+    warm_up: list[Plan]
+    plans: list[Plan]
+
+
+def seconds_alone(
+    config: StageConfig, num_blocks: int, warm_up: list[Plan], plans: list[Plan]
+) -> list[float]:
+    """Seconds of model and sampler for each of the plans with rows, in order.
+
+    Both lists are complete runs: they begin and end without a sequence on the stage. warm_up comes
+    first and is not counted. Raises PipelineError if the process fails.
+    """
+    cpus = split_cpus(config.num_stages)[config.stage]
+    task = msgspec.msgpack.encode(_Task(config, num_blocks, warm_up, plans))
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "headrace.bench.stage_alone"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": str(max(1, len(cpus)))},
+    )
+    try:
+        if cpus:
+            os.sched_setaffinity(process.pid, cpus)
+        answer, complaints = process.communicate(task)
+    finally:
+        process.kill()
+        process.wait()
+    if process.returncode:
+        last = (complaints.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        raise PipelineError(f"stage {config.stage} alone failed: {last}")
+    return msgspec.msgpack.decode(answer, type=list[float])
+
+
+def replay(executor: Executor, config: StageConfig, plans: Iterable[Plan]) -> list[float]:
+    """Run the plans as the stage does, with inputs at random: seconds of each that has rows.
+
+    Which token a reference means does not matter for the time.
+    """
+    seconds = []
+    for plan in plans:
+        executor.begin(plan)
+        if plan.rows:
+            inputs = _inputs(config, token_count(plan))
+            began = time.monotonic()
+            _compute(executor, config, plan, inputs)
+            seconds.append(time.monotonic() - began)
+        executor.end(plan)
+    return seconds
+
+
+def _compute(executor: Executor, config: StageConfig, plan: Plan, inputs: torch.Tensor) -> None:
+    activations = executor.forward(plan, inputs)
+    if config.stage < config.num_stages - 1:
+        return
+    logits = tokens = None
+    if samples(plan):
+        logits = executor.logits(plan, activations)
+        tokens = executor.sample(plan, logits)
+    executor.logprobs(plan, activations, logits, tokens)
+
+
+def _inputs(config: StageConfig, tokens: int) -> torch.Tensor:
+    """Ids int64 [tokens] on the first stage, else activations [tokens, hidden]."""
+    model = config.model_config
+    if config.stage == 0:
+        return torch.randint(model.vocab_size, (tokens,))
+    return torch.randn(tokens, model.hidden_size).to(getattr(torch, config.dtype))
+
+
+def load_executor(config: StageConfig, num_blocks: int) -> Executor:
+    """The stage's share of the model with its cache, as in the pipeline."""
+    device = torch.device("cpu")
+    if config.synthetic is not None:
+        return SyntheticExecutor(
+            config.synthetic, config.model_config.hidden_size, getattr(torch, config.dtype), device
+        )
+    return model_executor(config, load_model(config, device, lambda _: None), num_blocks, device)
+
+
+def _run() -> None:
+    """In the process: the task comes on standard input, the seconds go to standard output."""
+    task = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=_Task)
+    with torch.inference_mode():
+        executor = load_executor(task.config, task.num_blocks)
+        replay(executor, task.config, task.warm_up)
+        seconds = replay(executor, task.config, task.plans)
+    sys.stdout.buffer.write(msgspec.msgpack.encode(seconds))
+
+
+if __name__ == "__main__":
+    _run()

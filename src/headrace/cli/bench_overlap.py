@@ -1,0 +1,154 @@
+"""`headrace bench overlap`: what deferred token feedback gains over blocking."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, cast, get_args
+
+import typer
+
+from headrace.bench.batch_run import Batch
+from headrace.bench.overlap import Setting, measure_overlap
+from headrace.bench.plot import check_matplotlib, draw
+from headrace.bench.trace import write_trace
+from headrace.checkpoint.locate import SYNTHETIC
+from headrace.checkpoint.synthetic import parse_stage_time
+from headrace.cli import options
+from headrace.cli.printing import print_rows, progress, rounded
+from headrace.config import EngineConfig
+from headrace.errors import UsageError
+
+
+def overlap(
+    model: Annotated[
+        str | None, typer.Option(help="GGUF file, Hugging Face directory, or smollm2.")
+    ] = None,
+    synthetic_stage_ms: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of a model, stages that sleep FIXED+PER_ROW milliseconds a step."
+        ),
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="Requests, all at once.")] = 64,
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt, at random.")] = 32,
+    output_len: Annotated[int, typer.Option(help="Tokens that each answer has.")] = 128,
+    rounds: Annotated[int, typer.Option(help="How often each setting runs.")] = 3,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw blocking above deferred feedback into a PNG file.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write the last deferred run's time line, for Perfetto to open."),
+    ] = None,
+    pipeline_parallel_size: options.PipelineParallelSize = 2,
+    layer_partition: options.LayerPartition = None,
+    dtype: options.Dtype = "auto",
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = 512,
+    kv_cache_memory: options.KvCacheMemory = None,
+    num_microbatches: options.NumMicrobatches = "auto",
+    link_latency_ms: options.LinkLatencyMs = 0.0,
+    link_bandwidth_mbps: options.LinkBandwidthMbps = None,
+    seed: options.Seed = 0,
+    master_addr: options.MasterAddr = "127.0.0.1",
+    as_json: options.AsJson = False,
+    debug: options.Debug = False,
+) -> int:
+    """The same requests with deferred and with blocking token feedback, interleaved."""
+    options.check_range("--num-prompts", num_prompts, 1, 100_000)
+    options.check_range("--input-len", input_len, 1, 1_000_000)
+    options.check_range("--output-len", output_len, 2, 1_000_000)
+    options.check_range("--rounds", rounds, 1, 1000)
+    if pipeline_parallel_size < 2:
+        raise UsageError(
+            f"--pipeline-parallel-size must be at least 2, not {pipeline_parallel_size}: a single "
+            "stage waits for no token"
+        )
+    batch = Batch(num_prompts, input_len, output_len, seed)
+    sequences = min(max_num_seqs or min(256, max_num_batched_tokens), num_prompts)
+    block_size = EngineConfig.block_size
+    config = EngineConfig(
+        model=_model(model, synthetic_stage_ms),
+        pipeline_parallel_size=pipeline_parallel_size,
+        layer_partition=layer_partition,
+        dtype=cast(Any, dtype),
+        # So the cache is as large as this load needs, and no larger.
+        max_model_len=-(-(input_len + output_len) // block_size) * block_size,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_memory=kv_cache_memory,
+        enable_prefix_caching=False,
+        num_microbatches=options.parse_num_microbatches(num_microbatches),
+        link_latency_ms=link_latency_ms,
+        link_bandwidth_mbps=link_bandwidth_mbps,
+        seed=seed,
+        master_addr=master_addr,
+    )
+    if plot is not None:
+        check_matplotlib()
+        options.check_writable("--plot", plot)
+    if trace is not None:
+        options.check_writable("--trace", trace)
+    with progress() as say:
+        wanted = plot is not None or trace is not None
+        measured = measure_overlap(config, batch, rounds, say, timelines=wanted)
+    if plot is not None:
+        draw(plot, measured.title, measured.panels)
+    if trace is not None:
+        write_trace(trace, measured.timelines["deferred"])
+    answer = rounded(measured.as_json())
+    print(json.dumps(answer)) if as_json else _print_answer(answer)
+    return 0
+
+
+def _model(model: str | None, synthetic_stage_ms: str | None) -> str:
+    """What runs. Raises UsageError unless it is given one way."""
+    if model is not None and synthetic_stage_ms is None:
+        return model
+    if model is not None or synthetic_stage_ms is None:
+        raise UsageError("give either --model or --synthetic-stage-ms")
+    parse_stage_time(synthetic_stage_ms)
+    return SYNTHETIC + synthetic_stage_ms.strip()
+
+
+def _print_answer(answer: dict[str, Any]) -> None:
+    for key in ("label", "emulated_link"):
+        if key in answer:
+            print(f"{key.replace('_', ' ')}: {answer[key]}")
+    print(
+        f"{answer['model']}, pp={answer['pp']}, {answer['dtype']}: {answer['num_prompts']} "
+        f"requests at once, {answer['input_len']} tokens in, {answer['output_len']} out, "
+        f"rounds: {answer['rounds']}"
+    )
+    settings: dict[str, dict[str, Any]] = {name: answer[name] for name in get_args(Setting)}
+    print_rows(
+        [
+            {
+                "feedback": name.replace("_", ", "),
+                "tokens/s": figures["output_tokens_per_s"],
+                "least": figures["output_tokens_per_s_min"],
+                "most": figures["output_tokens_per_s_max"],
+                "microbatches": figures["num_microbatches"],
+                "step ms p50": figures["step_ms_p50"],
+            }
+            for name, figures in settings.items()
+        ]
+    )
+    print_rows(
+        [
+            {"feedback": name.replace("_", ", "), "stage": stage, **usage}
+            for name, figures in settings.items()
+            for stage, usage in enumerate(figures["stages"])
+        ]
+    )
+    print(
+        f"deferred over blocking: x {answer['ratio']:.3g}; over blocking with its best number of "
+        f"microbatches: x {answer['ratio_best']:.3g} ({answer['vllm_pr_51650_note']}: "
+        f"x {answer['vllm_pr_51650_ratio']})"
+    )
+    print(
+        f"a step takes {answer['ideal_step_ms']:.4g} ms on stage {answer['slowest_stage']} alone, "
+        f"{answer['measured_step_ms']:.4g} ms in the pipeline: efficiency "
+        f"{answer['efficiency']:.1%}"
+    )
+    if "note" in answer:
+        print(answer["note"])

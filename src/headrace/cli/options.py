@@ -1,0 +1,67 @@
+"""The engine's options as commands share them, and checks of options that the engine lacks."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.errors import UsageError
+
+Model = Annotated[str, typer.Option(help="GGUF file, Hugging Face directory, or smollm2.")]
+PipelineParallelSize = Annotated[
+    int, typer.Option("--pipeline-parallel-size", "-pp", help="Number of stages.")
+]
+LayerPartition = Annotated[
+    str | None, typer.Option(help="Layers per stage, such as 19,11; default: by cost.")
+]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+MaxNumSeqs = Annotated[
+    int | None, typer.Option(help="Sequences that run at the same time; default: 256.")
+]
+MaxNumBatchedTokens = Annotated[int, typer.Option(help="Tokens in one step.")]
+KvCacheMemory = Annotated[
+    str | None,
+    typer.Option(help="KV cache a stage, such as 2GiB; default: a part of the free memory."),
+]
+NumMicrobatches = Annotated[
+    str, typer.Option(help="Groups of sequences that take turns; auto: as many as pay.")
+]
+LinkLatencyMs = Annotated[
+    float, typer.Option(help="Emulate links that take so long for a message, one way.")
+]
+LinkBandwidthMbps = Annotated[
+    float | None, typer.Option(help="Emulate links of so many megabits a second.")
+]
+Seed = Annotated[int, typer.Option(help="Base of the random numbers.")]
+MasterAddr = Annotated[str, typer.Option(help="Address where stages meet.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
+
+
+def parse_num_microbatches(text: str) -> int | None:
+    """The number, or None for auto. Raises UsageError for anything else."""
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"--num-microbatches must be auto or a number, not {text!r}") from None
+
+
+def check_range(flag: str, value: int, low: int, high: int) -> None:
+    """Raises UsageError naming the flag for a value outside the range, ends included."""
+    if not low <= value <= high:
+        raise UsageError(f"{flag} must be from {low} to {high}, not {value}")
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Raises UsageError naming the flag if the file could not be written; leaves no file behind."""
+    try:
+        existed = path.exists()
+        with path.open("ab"):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{flag} {path} cannot be written: {reason}") from error
+    if not existed:
+        path.unlink()

@@ -1,0 +1,42 @@
+"""Figures for people: rounded, in tables."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def rounded(value: Any) -> Any:
+    """The same with numbers of four digits: more would be noise."""
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    """A table with the keys as headings."""
+    table = Table()
+    for heading in rows[0]:
+        table.add_column(heading.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*(_number(value) for value in row.values()))
+    Console(width=None if Console().is_terminal else 160).print(table)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Shows on standard error what runs, if that is a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("starting") as status:
+        yield lambda text: status.update(text)
+
+
+def _number(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,170 @@
+"""The deadline of every wait in the pipeline: when it stands still, and what is said about that.
+
+The stages themselves wait without looking at the clock. Here is who knows what a step may take and
+what all the others do.
+"""
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from headrace.errors import StallError
+from headrace.protocol.messages import Activity, Timeline
+
+# Activities of each stage that a stall's error shows: about a step's.
+LINES_SHOWN = 8
+# Computing is not standing still for at least so long, and so many times what was predicted.
+_LEAST_PATIENCE_S = 10.0
+_PATIENCE = 20
+# Seconds in which a stage that lives shows its time line, however busy its machine is.
+_LEAST_ANSWER_S, _MOST_ANSWER_S = 1.0, 5.0
+
+
+@dataclass
+class StallWatch:
+    """Decides when stages that give nothing back are stuck. Moments are on the engine's clock.
+
+    timeout_s: how long nothing may come while a step is in flight, unless a stage computes.
+    """
+
+    timeout_s: float
+    _progress_at: float = field(default=0.0, init=False)
+    _look_at: float = field(default=0.0, init=False)
+
+    def progress(self, now: float) -> None:
+        """A stage got on, or there is nothing it could do."""
+        self._progress_at = now
+        self._look_at = now + self.timeout_s
+
+    def due(self, now: float) -> bool:
+        """Whether it is time to ask the stages what they do."""
+        return now >= self._look_at
+
+    @property
+    def answer_s(self) -> float:
+        """How long to wait for their answers."""
+        return min(_MOST_ANSWER_S, max(_LEAST_ANSWER_S, self.timeout_s))
+
+    def look(self, scene: "Scene", predicted_s: float) -> None:
+        """Raises StallError, or puts off the next look for the time that stages may still compute.
+
+        predicted_s: of the dearest step in flight, on the slowest stage.
+        """
+        patience_s = max(self.timeout_s, _LEAST_PATIENCE_S, _PATIENCE * predicted_s)
+        busy = map(_busy_since, scene.timelines.values())
+        ends = [since + patience_s for since in busy if since is not None]
+        if not ends or min(ends) <= scene.now:
+            raise _stall_error(scene, scene.now - self._progress_at)
+        self._look_at = min(ends)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What was seen of the stages at one moment.
+
+    due: the oldest step in flight; newest: the newest one planned. signs_of_life: when each stage
+    last sent anything. timelines: of the stages that answered, by stage.
+    """
+
+    now: float
+    due: int
+    newest: int
+    signs_of_life: Items[float]
+    timelines: Mapping[int, Timeline]
+
+
+def title(activity: Activity) -> str:
+    """A short name, such as "forward 12" or "wait for feedback of 10"."""
+    match activity.kind:
+        case "plan_wait":
+            return f"wait for plan {activity.of}"
+        case "feedback_wait":
+            return f"wait for feedback of {activity.of}"
+        case "activation_wait":
+            return f"wait for activations of {activity.of}"
+        case "send_wait":
+            return f"wait for sending of {activity.of}"
+    return f"{activity.kind} {activity.of}"
+
+
+def _busy_since(timeline: Timeline) -> float | None:
+    """Since when the stage has been at work; None while it waits, or has not begun."""
+    if not timeline.activities:
+        return None
+    newest = timeline.activities[-1]
+    if newest.ended is not None:
+        # In between: it prepares what comes next.
+        return newest.ended
+    return None if newest.kind.endswith("_wait") else newest.began
+
+
+def _stall_error(scene: Scene, still_s: float) -> StallError:
+    """One line that names whoever holds up the others first; the time lines are its notes."""
+    stages = range(len(scene.signs_of_life))
+    told = sorted((_guilt(scene, stage), stage) for stage in stages)
+    error = StallError(
+        f"the pipeline stood still for {still_s:.1f} s at step {scene.due}: "
+        f"{'; '.join(_told(scene, stage) for _, stage in told)} "
+        "(if a step may take that long, raise --stall-timeout)"
+    )
+    for stage in stages:
+        error.add_note("\n".join(_lines(scene, stage)))
+    return error
+
+
+def _guilt(scene: Scene, stage: int) -> int:
+    """Smaller for stages that rather hold up the others than wait for them."""
+    timeline = scene.timelines.get(stage)
+    if timeline is None:
+        return 0
+    if _busy_since(timeline) is not None:
+        return 1
+    newest = timeline.activities[-1] if timeline.activities else None
+    if newest is not None and newest.kind == "plan_wait":
+        return 2 if newest.of <= scene.newest else 4
+    return 3
+
+
+def _told(scene: Scene, stage: int) -> str:
+    """What one stage does and for how long, and whom it waits for."""
+    timeline = scene.timelines.get(stage)
+    if timeline is None:
+        silent_s = scene.now - scene.signs_of_life[stage]
+        return f"stage {stage} has given no sign of life for {silent_s:.1f} s"
+    if not timeline.activities:
+        return f"stage {stage} has not begun"
+    newest = timeline.activities[-1]
+    if newest.ended is not None:
+        between_s = scene.now - newest.ended
+        return f"stage {stage} has done nothing since {title(newest)}, for {between_s:.1f} s"
+    seconds = f"{scene.now - newest.began:.1f} s"
+    waits = f"stage {stage} has waited {seconds} for"
+    last = len(scene.signs_of_life) - 1
+    match newest.kind:
+        case "plan_wait" if newest.of <= scene.newest:
+            return f"{waits} plan {newest.of} from the engine, which was sent and so is lost"
+        case "plan_wait":
+            return f"{waits} the next plan ({newest.of}) from the engine"
+        case "feedback_wait":
+            return f"{waits} the token feedback of step {newest.of} from stage {last}"
+        case "activation_wait":
+            return f"{waits} the activations of step {newest.of} from stage {stage - 1}"
+        case "send_wait" if stage == last:
+            return f"{waits} stage 0 to take the token feedback of step {newest.of}"
+        case "send_wait":
+            return f"{waits} stage {stage + 1} to take the activations of step {newest.of}"
+    return f"stage {stage} has been in {newest.kind} of step {newest.step} for {seconds}"
+
+
+def _lines(scene: Scene, stage: int) -> Iterable[str]:
+    """A stage's time line for people, the newest activity last."""
+    timeline = scene.timelines.get(stage)
+    if timeline is None:
+        silent_s = scene.now - scene.signs_of_life[stage]
+        yield f"stage {stage} does not answer; its last sign of life was {silent_s:.1f} s ago"
+        return
+    yield f"stage {stage}, seconds before now:"
+    for activity in timeline.activities[-LINES_SHOWN:]:
+        began = f"{activity.began - scene.now:.3f}"
+        ended = "now" if activity.ended is None else f"{activity.ended - scene.now:.3f}"
+        yield f"  {began:>10} to {ended:>8}  {title(activity)}, at step {activity.step}"

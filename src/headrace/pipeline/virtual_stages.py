@@ -1,0 +1,332 @@
+"""All stages of a pipeline in one process and in virtual time: real stage loops, no waiting.
+
+To the engine it is a pipeline like any other, on a clock that only moves when it is asked for
+messages. Simulations of the whole engine run on it, and searches that would take hours in earnest.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from headrace.errors import PipelineError
+from headrace.pipeline.effects import (
+    Compute,
+    Effect,
+    EmitResult,
+    PostReceive,
+    Send,
+    StepDone,
+    TakePlans,
+    Wait,
+)
+from headrace.pipeline.ledger import Channel, Ledger, LedgerError, Tensors
+from headrace.pipeline.links import LinkError
+from headrace.pipeline.stage_loop import Executor, StageRole, stage_loop
+from headrace.pipeline.timeline import StageTimeline
+from headrace.pipeline.virtual_links import VirtualClock, VirtualNetwork, VirtualTransfer
+from headrace.protocol import codec
+from headrace.protocol.messages import ActivityKind, Report, Result, Stop, Timeline
+from headrace.protocol.plan import Plan
+
+WorkKind = Literal["forward", "sample"]
+# Seconds that a stage takes for all of a step's work of one kind.
+ComputeTime = Callable[[int, Plan, WorkKind], float]
+
+# Events remembered, for the account of a failure.
+_EVENTS = 40
+# In place of an effect's value: it takes time.
+_LATER = object()
+
+
+def no_time(*_: object) -> float:
+    """Whatever it is for takes no time."""
+    return 0.0
+
+
+class VirtualStages:
+    """The engine's Pipeline, in virtual time.
+
+    window: the most steps that are planned beyond the newest result. compute_s(stage, plan, kind):
+    what work takes. socket_delay(stage): what a message between the engine and the stage takes on
+    its way, asked for each; none overtakes another of the same socket and direction.
+    hold_up(stage): how long a stage's process is kept from going on, asked before everything that
+    it does. link_timeout: seconds after which a wait for a transfer fails.
+
+    events: what happened last, (moment, who, what), the newest last.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        network: VirtualNetwork,
+        executors: list[Executor],
+        window: int,
+        max_rows: int,
+        *,
+        epoch: int = 0,
+        blocking_feedback: bool = False,
+        compute_s: ComputeTime = no_time,
+        socket_delay: Callable[[int], float] = no_time,
+        hold_up: Callable[[int], float] = no_time,
+        link_timeout: float = 60.0,
+    ) -> None:
+        self.events: deque[tuple[float, str, object]] = deque(maxlen=_EVENTS)
+        self._clock = clock
+        self._epoch = epoch
+        self._inbox: list[bytes] = []
+        self._heard_at = [0.0] * len(executors)
+        count = len(executors)
+        self._stages = [
+            _Stage(
+                StageRole(n, count, epoch, window, max_rows, blocking_feedback),
+                executor,
+                clock,
+                network,
+                partial(compute_s, n),
+                partial(hold_up, n),
+                _Socket(clock, partial(socket_delay, n), partial(self._hear, n)),
+                link_timeout,
+                self.events,
+            )
+            for n, executor in enumerate(executors)
+        ]
+        self._plans_to = [
+            _Socket(clock, partial(socket_delay, n), stage.take)
+            for n, stage in enumerate(self._stages)
+        ]
+
+    def send(self, plan: Plan) -> None:
+        """Give the plan to every stage, in order."""
+        self.events.append((self._clock.now, "engine", plan))
+        data = codec.encode(plan)
+        for socket in self._plans_to:
+            socket.send(data)
+
+    def send_to(self, stage: int, message: Plan | Stop) -> None:
+        """Give a message to one stage alone."""
+        self.events.append((self._clock.now, f"to stage {stage} alone", message))
+        self._plans_to[stage].send(codec.encode(message))
+
+    def receive(self, timeout_s: float) -> list[Result | Report]:
+        """Messages of this epoch that arrived, after up to timeout_s of virtual time for the first.
+
+        PipelineError if a transfer of a stage failed. A fault in a stage is raised as it is.
+        """
+        until = self._clock.now + timeout_s
+        while not self._inbox and self._clock.run_next(until):
+            pass
+        messages: list[Result | Report] = []
+        for data in self._inbox:
+            message = codec.decode_from_stage(data)
+            assert isinstance(message, Result | Report)
+            if message.epoch == self._epoch:
+                messages.append(message)
+        self._inbox.clear()
+        return messages
+
+    def timelines(self, last: int, timeout_s: float) -> list[Timeline]:
+        """At most the last so many activities of each stage; nobody needs time to answer."""
+        return [stage.timeline.show(last, self._clock.now) for stage in self._stages]
+
+    def signs_of_life(self) -> list[float]:
+        """When the last message of each stage came, by stage."""
+        return list(self._heard_at)
+
+    def stop(self) -> None:
+        """Have the stages run the plans that they have, drain their links and end."""
+        for stage in range(len(self._stages)):
+            self.send_to(stage, Stop(self._epoch))
+        while not all(stage.done for stage in self._stages):
+            if not self._clock.run_next():
+                waiting = [n for n, stage in enumerate(self._stages) if not stage.done]
+                raise PipelineError(f"stages {waiting} were told to stop and do not")
+
+    def _hear(self, stage: int, data: bytes) -> None:
+        self._heard_at[stage] = self._clock.now
+        self._inbox.append(data)
+
+
+class _Socket:
+    """One direction of an ordered socket."""
+
+    def __init__(
+        self, clock: VirtualClock, delay: Callable[[], float], deliver: Callable[[bytes], None]
+    ) -> None:
+        self._clock, self._delay, self._deliver = clock, delay, deliver
+        self._on_their_way: deque[bytes] = deque()
+        self._newest_at = 0.0
+
+    def send(self, data: bytes) -> None:
+        self._newest_at = max(self._clock.now + self._delay(), self._newest_at)
+        self._on_their_way.append(data)
+        self._clock.schedule_at(self._newest_at, self._arrive)
+
+    def _arrive(self) -> None:
+        self._deliver(self._on_their_way.popleft())
+
+
+class _Stage:
+    """Carries a stage loop's effects out until one takes time, and goes on when it is over.
+
+    The same as stage_worker.drive() in virtual time.
+    """
+
+    def __init__(
+        self,
+        role: StageRole,
+        executor: Executor,
+        clock: VirtualClock,
+        network: VirtualNetwork,
+        compute_s: Callable[[Plan, WorkKind], float],
+        hold_up: Callable[[], float],
+        to_engine: _Socket,
+        link_timeout: float,
+        events: deque[tuple[float, str, object]],
+    ) -> None:
+        self.timeline = StageTimeline(role.epoch, role.stage, memory=lambda: 0)
+        self.done = False
+        self._role = role
+        self._clock = clock
+        self._links = network.links(role.stage)
+        self._compute_s = compute_s
+        self._hold_up = hold_up
+        self._to_engine = to_engine
+        self._link_timeout = link_timeout
+        self._events = events
+        self._name = f"stage {role.stage}"
+        self._inbox: list[bytes] = []
+        self._waits_for_plans = False
+        self._ledger = Ledger()
+        self._transfers: dict[tuple[Channel, int], VirtualTransfer] = {}
+        self._plans: dict[int, Plan] = {}
+        # Kinds of work that this step has been charged for.
+        self._charged: set[str] = set()
+        self._loop: Generator[Effect, Any, None] = stage_loop(role, executor)
+        self._go_on(None)
+
+    def take(self, data: bytes) -> None:
+        """A message from the engine arrived."""
+        self._inbox.append(data)
+        if self._waits_for_plans:
+            self._waits_for_plans = False
+            self.timeline.end(self._clock.now)
+            self._go_on(self._messages())
+
+    def _go_on(self, value: Any) -> None:
+        """Give the loop the value that it waits for, and carry out what it wants until that takes
+        time; then this is called again."""
+        while value is not _LATER:
+            try:
+                effect = self._loop.send(value)
+            except StopIteration:
+                self.done = True
+                if left := list(self._ledger.open_transfers()):
+                    raise LedgerError(f"{self._name} ended with {left} not waited for") from None
+                return
+            held_up_s = self._hold_up()
+            if held_up_s > 0:
+                self._clock.schedule(held_up_s, lambda: self._go_on(self._carry_out(effect)))
+                return
+            value = self._carry_out(effect)
+
+    def _carry_out(self, effect: Effect) -> Any:
+        """The effect's value, or _LATER."""
+        now = self._clock.now
+        self._events.append((now, self._name, effect))
+        match effect:
+            case TakePlans(wait):
+                if wait:
+                    self.timeline.begin("plan_wait", self.timeline.step, now)
+                    if not self._inbox:
+                        self._waits_for_plans = True
+                        return _LATER
+                    self.timeline.end(now)
+                return self._messages()
+            case PostReceive(channel, step, buffer):
+                self._start(channel, step, self._links[channel].receive, buffer)
+            case Send(channel, step, tensor):
+                self.timeline.begin("send", step, now)
+                self._start(channel, step, self._links[channel].send, tensor)
+                self.timeline.end(now)
+            case Wait(channel, step):
+                self.timeline.begin(self._wait_kind(channel), step, now)
+                transfer = self._transfers.pop((channel, step), None)
+                if transfer is not None and not transfer.over:
+                    transfer.watch(
+                        self._link_timeout, lambda: self._go_on(self._complete(channel, step))
+                    )
+                    return _LATER
+                # Without one the ledger raises its error.
+                return self._complete(channel, step)
+            case Compute(kind, step, work):
+                self.timeline.begin(kind, step, now)
+                value = work()
+                if kind not in self._charged:
+                    self._charged.add(kind)
+                    seconds = self._compute_s(self._plans[step], kind)
+                    if seconds > 0:
+                        self._clock.schedule(seconds, partial(self._computed, value))
+                        return _LATER
+                self.timeline.end(now)
+                return value
+            case EmitResult(result):
+                self._to_engine.send(codec.encode(result))
+            case StepDone(step):
+                del self._plans[step]
+                self._charged.clear()
+                self._to_engine.send(codec.encode(self.timeline.finish(now)))
+        return None
+
+    def _messages(self) -> list[Plan | Stop]:
+        """All that have arrived."""
+        messages: list[Plan | Stop] = []
+        for data in self._inbox:
+            message = codec.decode_to_stage(data)
+            assert isinstance(message, Plan | Stop)
+            messages.append(message)
+            if isinstance(message, Plan):
+                self.timeline.planned(message)
+                if message.epoch == self._role.epoch:
+                    self._plans[message.step] = message
+        self._inbox.clear()
+        return messages
+
+    def _wait_kind(self, channel: Channel) -> ActivityKind:
+        if channel.source == self._role.stage:
+            return "send_wait"
+        return "feedback_wait" if channel.tensors is Tensors.FEEDBACK else "activation_wait"
+
+    def _start(
+        self,
+        channel: Channel,
+        step: int,
+        start: Callable[[torch.Tensor], VirtualTransfer],
+        tensor: torch.Tensor,
+    ) -> None:
+        try:
+            transfer = start(tensor)
+        except LinkError as error:
+            raise self._failed(error) from error
+        self._ledger.open(channel, step, transfer, tensor)
+        self._transfers[channel, step] = transfer
+
+    def _complete(self, channel: Channel, step: int) -> torch.Tensor:
+        """Take a transfer that is over out of the ledger."""
+        try:
+            buffer, at = self._ledger.wait(channel, step, self._link_timeout)
+        except LinkError as error:
+            raise self._failed(error) from error
+        self.timeline.end(self._clock.now)
+        if channel.target == self._role.stage:
+            self.timeline.arrived(step, at)
+        return buffer
+
+    def _computed(self, value: Any) -> None:
+        self.timeline.end(self._clock.now)
+        self._go_on(value)
+
+    def _failed(self, error: LinkError) -> PipelineError:
+        return PipelineError(f"{self._name}: {error}")

@@ -1,0 +1,100 @@
+"""A pipeline that stands still is an error that tells who waits for whom; a slow one is not."""
+
+import os
+import re
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+
+from command import Command, Finished
+from headrace import LLM, SamplingParams
+
+STAGES = 3
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """What became of a command one of whose stages was stopped."""
+
+    finished: Finished
+    files_left: list[str]
+
+
+@pytest.fixture(scope="module")
+def stopped() -> Iterator[list[Stopped]]:
+    """By the stage that was stopped: three commands at the same time, since they mostly wait."""
+    with ExitStack() as stack:
+        # Socket paths are limited to a hundred characters, which pytest's folders nearly take.
+        folders = [
+            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hr-")))
+            for _ in range(STAGES)
+        ]
+        commands = [stack.enter_context(start(folder)) for folder in folders]
+        for victim, command in enumerate(commands):
+            assert command.process.stdout is not None
+            assert command.process.stdout.read(1), "text streams: every stage is at work"
+            os.kill(command.stages()[victim], signal.SIGSTOP)
+        ended = [command.finish() for command in commands]
+        yield [
+            Stopped(finished, os.listdir(folder))
+            for finished, folder in zip(ended, folders, strict=True)
+        ]
+
+
+def start(folder: Path) -> Command:
+    arguments = [
+        "generate", "--model", "synthetic:20+1", "-pp", str(STAGES), "--prompt", "w1",
+        "--max-tokens", "2000", "--temperature", "0", "--ignore-eos", "--stall-timeout", "2",
+    ]  # fmt: skip
+    return Command(arguments, environment={"TMPDIR": str(folder)})
+
+
+FROM_0 = r"the activations of step \d+ from stage 0"
+FROM_1 = r"the activations of step \d+ from stage 1"
+FEEDBACK = r"the token feedback of step \d+ from stage 2"
+
+
+@pytest.mark.parametrize(
+    ("victim", "waits"),
+    [
+        (0, {1: FROM_0, 2: FROM_1}),
+        (1, {0: FEEDBACK, 2: FROM_1}),
+        (2, {0: FEEDBACK, 1: FROM_0}),
+    ],
+)
+def test_a_stopped_stage_ends_in_an_error_that_names_it_and_the_waits_of_the_others(
+    stopped: list[Stopped], victim: int, waits: dict[int, str]
+) -> None:
+    finished = stopped[victim].finished
+    assert finished.code == 1
+    assert finished.left == []
+    assert stopped[victim].files_left == []
+    line, *timelines = finished.err.splitlines()
+    assert re.match(
+        r"headrace: the pipeline stood still for \d+\.\d s at step \d+: "
+        rf"stage {victim} has given no sign of life for \d+\.\d s; ",
+        line,
+    )
+    for stage, what in waits.items():
+        assert re.search(rf"stage {stage} has waited \d+\.\d s for {what}", line)
+    assert "raise --stall-timeout" in line
+    text = "\n".join(timelines)
+    assert f"stage {victim} does not answer; its last sign of life was " in text
+    for stage in waits:
+        rest = text.split(f"stage {stage}, seconds before now:\n")[1].splitlines()
+        lines = list(takewhile(lambda line: line.startswith("  "), rest))
+        assert all(re.search(r"-?\d+\.\d{3} to +(-?\d+\.\d{3}|now)  \w+", line) for line in lines)
+        assert " now  wait for " in lines[-1]
+        assert any("forward " in line for line in lines)
+
+
+def test_a_step_that_takes_longer_than_the_stall_timeout_is_no_stall() -> None:
+    with LLM("synthetic:1700+0", pipeline_parallel_size=2, stall_timeout=0.8) as llm:
+        (answer,) = llm.generate("w1", SamplingParams(max_tokens=1), use_tqdm=False)
+    assert answer.outputs[0].token_ids == [0]

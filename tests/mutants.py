@@ -1,0 +1,219 @@
+"""Faults planted in the real engine and the real stages, to see whether the simulation finds them.
+
+`python tests/mutants.py` prints a table: the fault, how many seeds it took from seed 0 up, and what
+caught it.
+"""
+
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from simulator import simulate
+
+# A fault that so many seeds do not find is not found.
+MOST_SEEDS = 200
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault: a function or method, `module:name`, and what in its source is put for what."""
+
+    fault: str
+    target: str
+    changes: tuple[tuple[str, str], ...]
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """Everybody calls the faulty function meanwhile."""
+        module, _, path = self.target.partition(":")
+        *owners, name = path.split(".")
+        owner = importlib.import_module(module)
+        for part in owners:
+            owner = getattr(owner, part)
+        original = getattr(owner, name)
+        source = textwrap.dedent(inspect.getsource(original))
+        for old, new in self.changes:
+            assert source.count(old) == 1, f"{self.fault}: {old!r} is not in {self.target} (once)"
+            source = source.replace(old, new)
+        made: dict[str, object] = {}
+        exec(compile(source, f"<{self.fault}>", "exec"), original.__globals__, made)
+        setattr(owner, name, made[name])
+        try:
+            yield
+        finally:
+            setattr(owner, name, original)
+
+
+def _mutant(fault: str, target: str, *changes: tuple[str, str]) -> Mutant:
+    return Mutant(fault, f"headrace.{target}", changes)
+
+
+MUTANTS = [
+    _mutant(
+        "wait skipped",
+        "pipeline.stage_loop:_Stage._complete_feedback",
+        ("yield Wait(self._role.feedback_edge, step)", "yield from ()"),
+    ),
+    _mutant(
+        "reference resolved to the step before",
+        "pipeline.feedback:FeedbackRing._tokens_of",
+        ("self.buffer(step,", "self.buffer(step - 1,"),
+    ),
+    _mutant(
+        "row index off by one",
+        "pipeline.feedback:FeedbackRing.input_ids",
+        ("fed[token.step][token.row]", "fed[token.step][max(0, token.row - 1)]"),
+    ),
+    _mutant(
+        "feedback ring one place too short",
+        "pipeline.feedback:FeedbackRing.__init__",
+        ("2 * window - 1", "2 * window - 2"),
+    ),
+    _mutant(
+        "stale epoch accepted",
+        "pipeline.virtual_stages:stage_loop",
+        ("message.epoch != role.epoch", "False"),
+    ),
+    _mutant(
+        "feedback sent for a chunk-only step",
+        "pipeline.stage_loop:_Stage._sample",
+        (
+            "logits = tokens = None",
+            "logits = tokens = None\n"
+            "    if not samples(plan):\n"
+            "        nothing = torch.zeros(len(plan.rows), 2, dtype=torch.int32)\n"
+            "        yield from self._feed_back(plan.step, nothing)",
+        ),
+    ),
+    _mutant(
+        "block given out one plan early",
+        "engine.scheduler:Scheduler._stop_running",
+        (
+            "self._releasing.append(sequence)",
+            "self._releasing.append(sequence)\n"
+            "    self._pool.give_back(sequence.blocks)\n"
+            "    sequence.blocks = []",
+        ),
+    ),
+    _mutant(
+        "result applied twice",
+        "engine.engine:Engine.take_result",
+        ("in self.scheduler.take_result(result)", "in 2 * self.scheduler.take_result(result)"),
+    ),
+    _mutant(
+        "receive posted on the wrong edge",
+        "pipeline.stage_loop:_Stage.post_receives",
+        ("PostReceive(role.feedback_edge,", "PostReceive(role.activations_out,"),
+    ),
+    _mutant(
+        "prefix block shared before it is written",
+        "engine.prefix_cache:PrefixCache.chunk_planned",
+        ("sequence.planned_positions // self._block_size", "len(sequence.blocks)"),
+    ),
+    _mutant(
+        "slot released before its step has run",
+        "pipeline.stage_loop:_Stage.run",
+        ("executor.begin(plan)\n", "executor.begin(plan)\n    executor.end(plan)\n"),
+        ("executor.end(plan)\n    if role.last", "if role.last"),
+    ),
+    _mutant(
+        "random index not advanced after preemption",
+        "sampling.slot:SlotSampling.__init__",
+        ("list(admission.outputs)", "[]"),
+    ),
+    _mutant(
+        "preempted sequence admitted again while results are missing",
+        "engine.scheduler:Scheduler._plan_chunks",
+        ("if sequence.in_flight or sequence.slot is not None", "if sequence.slot is not None"),
+    ),
+    _mutant(
+        "sequence that changes groups loses its token",
+        "engine.microbatches:Microbatches.leave",
+        ("sequence.microbatch = None", "sequence.microbatch = sequence.newest_sample = None"),
+    ),
+    _mutant(
+        "sequence forgotten on a change of num_microbatches",
+        "engine.microbatches:Microbatches.resize",
+        ("for sequence in moving:\n        sizes", "for sequence in moving[1:]:\n        sizes"),
+    ),
+    _mutant(
+        "one step more in flight than the window",
+        "engine.scheduler:Scheduler.plan",
+        (">= self._window", "> self._window"),
+    ),
+    _mutant(
+        "surplus tokens after a stop reach the client",
+        "engine.scheduler:Scheduler.take_result",
+        ("if sequence.finish_reason is not None:", "if sequence.finish_reason == 'abort':"),
+    ),
+    _mutant(
+        "one buffer for the activations of all steps of a size",
+        "pipeline.executor:ModelExecutor.activations_buffer",
+        ("return torch.empty(", "return self.__dict__.setdefault(tokens, torch.empty("),
+        ("device=self.device\n    )", "device=self.device\n    ))"),
+    ),
+    _mutant(
+        "ledger gives a buffer up without waiting for its handle",
+        "pipeline.ledger:Ledger.wait",
+        ("entry.handle.wait(timeout_s)", "0.0"),
+    ),
+    _mutant(
+        "feedback of a step that nobody refers to never completed",
+        "pipeline.stage_loop:_Stage.post_receives",
+        ("yield from self._complete_feedback(self._ring.occupant(plan.step))", "pass"),
+    ),
+    _mutant(
+        "waiting sequences are never admitted",
+        "engine.scheduler:Scheduler._has_room_for",
+        ("return needed", "return 10_000 + needed"),
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Catch:
+    """seeds: how many it took, from seed 0 up. error: what was raised then."""
+
+    seeds: int
+    error: Exception
+
+
+def catch(mutant: Mutant) -> Catch | None:
+    """The first seed that finds the fault; None if MOST_SEEDS do not.
+
+    That seed then passes without the fault, or its error is raised.
+    """
+    for seed in range(MOST_SEEDS):
+        with mutant.planted():
+            try:
+                simulate(seed)
+                continue
+            except Exception as error:
+                caught = error
+        simulate(seed)
+        return Catch(seed + 1, caught)
+    return None
+
+
+def table() -> Iterator[str]:
+    """A line for each fault."""
+    width = max(len(mutant.fault) for mutant in MUTANTS)
+    yield f"{'planted fault':{width}}  seeds  caught by"
+    for mutant in MUTANTS:
+        found = catch(mutant)
+        if found is None:
+            yield f"{mutant.fault:{width}}  NOT CAUGHT by {MOST_SEEDS} seeds"
+        else:
+            what = f"{type(found.error).__name__}: {found.error}"
+            yield f"{mutant.fault:{width}}  {found.seeds:5}  {' '.join(what.split())[:70]}"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for line in table():
+        print(line, flush=True)
