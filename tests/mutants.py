@@ -61,8 +61,8 @@ MUTANTS = [
     ),
     _mutant(
         "reference resolved to the step before",
-        "pipeline.feedback:FeedbackRing._tokens_of",
-        ("self.buffer(step,", "self.buffer(step - 1,"),
+        "pipeline.feedback:FeedbackRing.input_ids",
+        ("self.buffer(step).tolist()", "self.buffer(step - 1).tolist()"),
     ),
     _mutant(
         "row index off by one",
@@ -186,7 +186,7 @@ class Catch:
 def catch(mutant: Mutant) -> Catch | None:
     """The first seed that finds the fault; None if MOST_SEEDS do not.
 
-    That seed then passes without the fault, or its error is raised.
+    Without the fault that seed passes, or its error is raised; test_simulation.py runs them all.
     """
     for seed in range(MOST_SEEDS):
         with mutant.planted():

@@ -66,8 +66,9 @@ def main() -> int:
             told = seeds
             print(f"{seeds} seeds, {time.monotonic() - started:.0f} s", flush=True)
     seconds = time.monotonic() - started
-    for line in table():
-        print(line, flush=True)
+    if count > 1:
+        for line in table():
+            print(line, flush=True)
     print(f"{seeds} seeds, {steps} steps, {seconds:.1f} s, {failures} failures")
     return 1 if failures else 0
 

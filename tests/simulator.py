@@ -9,9 +9,9 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-from msgspec.structs import replace
 
 from headrace.engine.engine import Engine
 from headrace.engine.microbatch_count import MicrobatchTuner, window_of
@@ -21,14 +21,12 @@ from headrace.pipeline.executor import ModelExecutor
 from headrace.pipeline.partition import stage_shares
 from headrace.pipeline.virtual_links import VirtualClock, VirtualNetwork
 from headrace.pipeline.virtual_stages import VirtualStages
-from headrace.protocol.messages import Report, Result, Timeline
-from headrace.protocol.plan import Plan, TokenRef, Yield, samples
+from headrace.protocol.plan import Plan
 from headrace.protocol.sampling_params import SamplingParams
 from toy_model import VOCAB, ToyModel, expected_answer, toy_config, toy_tokenizer
+from watched_pipeline import SimulationError, Watched, in_one_line
 
 MAX_MODEL_LEN = 36
-# Far beyond what any load here needs.
-_MOST_STEPS = 3000
 # Seconds that everything takes at most, but for a stage that stalls.
 _SCALE_S = 0.01
 _STALL_S = 5.0
@@ -36,75 +34,8 @@ _DEADLINE_S = 60.0
 _TOKENIZER = toy_tokenizer()
 
 
-class SimulationError(Exception):
-    """The engine did what it must not."""
-
-
 class Deadlock(SimulationError):
     """Nothing can happen any more although work is left."""
-
-
-@dataclass
-class Watched:
-    """The pipeline between engine and stages: sees every plan and counts what the seeds reach.
-
-    stray: whether it is time to send a stage a plan of another epoch.
-    """
-
-    stages: VirtualStages
-    num_stages: int
-    window: int
-    stray: Callable[[], bool]
-    plans: list[Plan] = field(default_factory=list)
-    reached: Counter[str] = field(default_factory=Counter)
-    messages: int = 0
-
-    def send(self, plan: Plan) -> None:
-        for row in plan.rows:
-            for token in row.inputs:
-                # Contract 1, point 3: only what the engine does not have is referred to.
-                if isinstance(token, TokenRef) and not 0 < plan.step - token.step < self.window:
-                    raise SimulationError(f"step {plan.step} refers to step {token.step}")
-        if len(self.plans) == _MOST_STEPS:
-            raise SimulationError(f"not done after {_MOST_STEPS} steps")
-        self.plans.append(plan)
-        self._count(plan)
-        if self.stray():
-            for stage in range(self.num_stages):
-                self.stages.send_to(stage, replace(plan, epoch=plan.epoch + 1))
-            self.reached["plan of another epoch"] += 1
-        self.stages.send(plan)
-
-    def receive(self, timeout_s: float) -> list[Result | Report]:
-        messages = self.stages.receive(timeout_s)
-        self.messages += len(messages)
-        return messages
-
-    def timelines(self, last: int, timeout_s: float) -> list[Timeline]:
-        return self.stages.timelines(last, timeout_s)
-
-    def signs_of_life(self) -> list[float]:
-        return self.stages.signs_of_life()
-
-    def _count(self, plan: Plan) -> None:
-        inputs = [token for row in plan.rows for token in row.inputs]
-        chunks = any(len(row.inputs) > 1 or row.yields == Yield.NOTHING for row in plan.rows)
-        decodes = any(row.start is None for row in plan.rows)
-        references = any(isinstance(token, TokenRef) for token in inputs)
-        for name, is_so in {
-            "reference": references,
-            "empty plan": not plan.rows,
-            "only chunks, no feedback": bool(plan.rows) and not samples(plan),
-            "chunks beside decoding rows": chunks and decodes,
-            "prefix found": any(admission.computed for admission in plan.admitted),
-            "admitted again": any(admission.outputs for admission in plan.admitted),
-            "slot given out by the next plan": bool(
-                {admission.slot for admission in plan.admitted}.intersection(
-                    self.plans[-2].released if len(self.plans) > 1 else ()
-                )
-            ),
-        }.items():
-            self.reached[name] += is_so
 
 
 @dataclass
@@ -175,9 +106,7 @@ class Simulation:
         """Until every request ended and every stage drained; then everything is checked."""
         turn = 0
         while self._orders or not self.engine.scheduler.idle:
-            while self._orders and (
-                self._orders[0][0] <= turn or self.engine.scheduler.idle
-            ):
+            while self._orders and (self._orders[0][0] <= turn or self.engine.scheduler.idle):
                 self._orders.popleft()[1]()
             pause = self._pause()
             if pause:
@@ -185,7 +114,9 @@ class Simulation:
                 while self.clock.run_next(until):
                     pass
             seen = len(self.pipeline.plans), self.pipeline.messages
+            groups = self.engine.scheduler.num_microbatches
             self._take(self.engine.step())
+            self.reached["change by the tuner"] += groups != self.engine.scheduler.num_microbatches
             turn += 1
             stuck = seen == (len(self.pipeline.plans), self.pipeline.messages) and self.clock.idle
             if stuck and not self.engine.scheduler.idle:
@@ -313,16 +244,16 @@ class Simulation:
         orders: list[tuple[int, Callable[[], None]]] = []
         for request in self.requests:
             due = rng.randint(0, span)
-            orders.append((due, lambda request=request: self._add(request)))
+            orders.append((due, partial(self._add, request)))
             if rng.random() < 0.3:
                 # Soon: while its prompt is computed. Late: in the middle of its answer.
                 later = due + rng.randint(0, rng.choice([3, 40]))
-                orders.append((later, lambda request=request: self._abort(request)))
+                orders.append((later, partial(self._abort, request)))
         for _ in range(rng.choice([0, 0, 2, 6])):
             count = rng.randint(1, self._most_microbatches)
             window = rng.choice([rng.randint(1, self.window), self.window])
             due = rng.randint(0, span + 40)
-            orders.append((due, lambda c=count, w=window: self._change(c, w)))
+            orders.append((due, partial(self._change, count, window)))
         orders.sort(key=lambda order: order[0])
         return deque(orders)
 
@@ -332,10 +263,10 @@ class Simulation:
         request.id = self.engine.add(request.prompt, request.params, request.priority)
 
     def _abort(self, request: Request) -> None:
-        if request.id is not None:
-            request.aborted = self.engine.is_running(request.id)
-            self.reached["abort"] += request.aborted
-            self._take(self.engine.abort(request.id))
+        assert request.id is not None
+        request.aborted = self.engine.is_running(request.id)
+        self.reached["abort"] += request.aborted
+        self._take(self.engine.abort(request.id))
 
     def _change(self, count: int, window: int) -> None:
         if window == self.window and window_of(count, self.num_stages) <= window:
@@ -389,7 +320,7 @@ def _equal(name: str, found: object, expected: object) -> None:
 
 
 def simulate(seed: int) -> Simulation:
-    """Build, run and check one seed. Errors of whatever kind are told the seed and what was last."""
+    """Build, run and check one seed. An error of any kind carries the seed and the last events."""
     simulation = None
     try:
         with torch.inference_mode():
@@ -399,27 +330,6 @@ def simulate(seed: int) -> Simulation:
         error.add_note(f"seed {seed}")
         if simulation is not None:
             for moment, who, what in simulation.stages.events:
-                error.add_note(f"  {moment:9.6f}  {who}: {_shortly(what)}")
+                error.add_note(f"  {moment:9.6f}  {who}: {in_one_line(what)}")
         raise
     return simulation
-
-
-def _shortly(event: object) -> str:
-    """An event in one line: without contents of tensors, functions and token lists."""
-    if isinstance(event, Plan):
-        rows = [(row.slot, len(row.inputs), row.yields.value) for row in event.rows]
-        admitted = [admission.slot for admission in event.admitted]
-        references = sorted(
-            {(t.step, t.row) for row in event.rows for t in row.inputs if isinstance(t, TokenRef)}
-        )
-        return (
-            f"plan {event.step} of epoch {event.epoch}, group {event.microbatch}: rows (slot, "
-            f"tokens, yields) {rows}, refers to {references}, admitted {admitted}, "
-            f"released {event.released}"
-        )
-    fields = {name: getattr(event, name, None) for name in ("channel", "kind", "step", "result")}
-    if fields["channel"] is not None:
-        tensors, source, target = fields["channel"]
-        fields["channel"] = f"{tensors} {source}->{target}"
-    shown = ", ".join(str(value) for value in fields.values() if value is not None)
-    return f"{type(event).__name__} {shown}"

@@ -66,7 +66,7 @@ class Run:
 
     def pace(self) -> float:
         """Seconds between two steps, far from the beginning."""
-        self.steps(9 * self.groups)
+        self.steps(8 * self.groups + 2)
         ends = [r.ended for r in self.reports if r.stage == self.num_stages - 1]
         first, last = 4 * self.groups, 8 * self.groups
         return (ends[last] - ends[first]) / (last - first)

@@ -14,7 +14,7 @@ from headrace.engine.outputs import OutputDelta
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.protocol import codec
 from headrace.protocol.messages import Report, Result, Timeline
-from headrace.protocol.plan import Plan, Yield
+from headrace.protocol.plan import Plan, row_samples
 from headrace.protocol.sampling_params import SamplingParams
 
 _MODEL = "smollm2"
@@ -173,7 +173,7 @@ class _InstantPipeline:
         self.newest_rows = len(plan.rows)
         self.newest_tokens = sum(len(row.inputs) for row in plan.rows)
         tokens = [
-            [_hash(row.slot, plan.step, self.vocab_size)] if row.yields & Yield.TOKEN else []
+            [_hash(row.slot, plan.step, self.vocab_size)] if row_samples(row) else []
             for row in plan.rows
         ]
         report = Report(

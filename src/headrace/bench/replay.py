@@ -11,7 +11,7 @@ from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.engine.step_cost import StepCost
 from headrace.protocol.messages import Result
-from headrace.protocol.plan import Plan, Sampling, Yield, token_count
+from headrace.protocol.plan import Plan, Sampling, row_samples, token_count
 from headrace.protocol.sampling_params import SamplingParams
 
 # A 7B model of 32 layers with grouped keys (8 heads of 128) in 16 bits, on cards with 900 GB/s and
@@ -142,7 +142,7 @@ def _sequence(number: int, request: LoadRequest) -> Sequence:
 
 
 def _take_result(scheduler: Scheduler, plan: Plan, step: StepTimes, record: Replay) -> None:
-    tokens = [[_TOKEN] if row.yields & Yield.TOKEN else [] for row in plan.rows]
+    tokens = [[_TOKEN] if row_samples(row) else [] for row in plan.rows]
     accepted = scheduler.take_result(Result(plan.epoch, plan.step, tokens, []))
     for entry in accepted:
         number = entry.sequence.request_id

@@ -24,11 +24,11 @@ def parse_stage_time(text: str) -> SyntheticTime:
 
 
 def synthetic_config(num_stages: int) -> ModelConfig:
-    """One layer a stage; activations are those of a hidden size of 1,024 in the engine's dtype."""
+    """One layer a stage; activations are as large as SmolLM2's, in the engine's dtype."""
     return ModelConfig(
         architecture="synthetic",
         vocab_size=_VOCABULARY,
-        hidden_size=1024,
+        hidden_size=576,
         intermediate_size=1,
         num_layers=num_stages,
         num_heads=1,

@@ -10,7 +10,6 @@ from headrace.checkpoint.synthetic import parse_stage_time
 from headrace.cli import options
 from headrace.cli.printing import print_rows, progress, rounded
 
-
 _Stages = Annotated[
     list[int], typer.Option("--pipeline-parallel-size", "-pp", help="Stages; repeatable.")
 ]

@@ -13,7 +13,7 @@ from headrace.kernels.attention import AttentionBatch
 from headrace.pipeline.stage_loop import PlanOrderError
 from headrace.protocol.messages import RowLogprobs, TokenLogprobs
 from headrace.protocol.model_config import ModelConfig
-from headrace.protocol.plan import Admission, Plan, Yield
+from headrace.protocol.plan import Admission, Plan, Yield, row_samples
 from headrace.sampling.sampler import sample, token_logprobs
 from headrace.sampling.slot import SlotSampling
 
@@ -103,9 +103,7 @@ class ModelExecutor:
     def logits(self, plan: Plan, activations: torch.Tensor) -> torch.Tensor:
         """Scores [sampling rows, vocab], each after its row's last token."""
         ends = itertools.accumulate(len(row.inputs) for row in plan.rows)
-        last = [
-            end - 1 for row, end in zip(plan.rows, ends, strict=True) if row.yields & Yield.TOKEN
-        ]
+        last = [end - 1 for row, end in zip(plan.rows, ends, strict=True) if row_samples(row)]
         return self.model.logits(activations[last])
 
     def sample(self, plan: Plan, logits: torch.Tensor) -> torch.Tensor:
@@ -151,7 +149,7 @@ class ModelExecutor:
     def _sampling_rows(self, plan: Plan) -> Iterator[tuple[int, SlotSampling]]:
         """The rows that sample, by number."""
         for number, row in enumerate(plan.rows):
-            if row.yields & Yield.TOKEN:
+            if row_samples(row):
                 sampling = self._slot(row.slot).sampling
                 assert sampling is not None
                 yield number, sampling

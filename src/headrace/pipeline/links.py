@@ -218,6 +218,7 @@ class GroupLink:
         self.end = end
         self.on_device = device != "cpu"
         self._group, self._device, self._line = group, device, line
+        self._peer_in_group = dist.get_group_rank(group, end.peer)
         self._dead = False
         self._posted: queue.SimpleQueue[_Receiving] = queue.SimpleQueue()
         if end.incoming:
@@ -225,12 +226,12 @@ class GroupLink:
 
     def send(self, tensor: torch.Tensor) -> Handle:
         """As Link says."""
-        return _Sending(self, self._start(dist.isend, tensor))
+        return _Sending(self, self._start(self._group.send, tensor))
 
     def receive(self, buffer: torch.Tensor) -> Handle:
         """As Link says."""
         posted_at = time.monotonic()
-        work = self._start(dist.irecv, buffer)
+        work = self._start(self._group.recv, buffer)
         receive = _Receiving(self, work, buffer.nbytes, posted_at)
         self._posted.put(receive)
         return receive
@@ -248,15 +249,14 @@ class GroupLink:
             # Not here: on a device it may take long, and the caller has a deadline to keep.
             _start_thread(f"abort of {self.end.channel.tensors}", self._abort)
 
-    def _start(self, operation: Callable[..., dist.Work | None], tensor: torch.Tensor) -> dist.Work:
+    def _start(self, operation: Callable[..., dist.Work], tensor: torch.Tensor) -> dist.Work:
+        # The group's own operation: isend() and irecv() are these after many checks.
         try:
             self._check_alive()
-            work = operation(tensor, self.end.peer, group=self._group)
+            return operation([tensor], self._peer_in_group, 0)
         except (RuntimeError, ConnectionError) as error:
             self.give_up()
             self.end.gone(error)
-        assert work is not None, "this rank is not part of the edge"
-        return work
 
     def _finish_receives(self) -> None:
         while True:

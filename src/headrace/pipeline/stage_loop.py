@@ -25,7 +25,7 @@ from headrace.pipeline.effects import (
 from headrace.pipeline.feedback import FeedbackRing, encode_feedback
 from headrace.pipeline.ledger import Channel, Tensors
 from headrace.protocol.messages import Result, RowLogprobs
-from headrace.protocol.plan import Plan, Yield, referenced_steps, samples, token_count
+from headrace.protocol.plan import Plan, referenced_steps, row_samples, samples, token_count
 
 
 class Executor(Protocol):
@@ -150,9 +150,8 @@ class _Stage:
             # The engine has the result of the place's former step, or this plan would not exist:
             # completing its feedback cannot take long.
             yield from self._complete_feedback(self._ring.occupant(plan.step))
-            self._ring.claim(plan.step)
+            buffer = self._ring.claim(plan.step, len(plan.rows))
             if role.feedback_edge is not None:
-                buffer = self._ring.buffer(plan.step, len(plan.rows))
                 yield PostReceive(role.feedback_edge, plan.step, buffer)
                 self._feedback_due.add(plan.step)
 
@@ -186,7 +185,7 @@ class _Stage:
         if samples(plan):
             logits = yield Compute("forward", plan.step, lambda: executor.logits(plan, activations))
             tokens = yield Compute("sample", plan.step, lambda: executor.sample(plan, logits))
-            sampling = [n for n, row in enumerate(plan.rows) if row.yields & Yield.TOKEN]
+            sampling = [n for n, row in enumerate(plan.rows) if row_samples(row)]
             yield from self._feed_back(plan.step, encode_feedback(tokens, sampling, len(plan.rows)))
             for row, token in zip(sampling, tokens.tolist(), strict=True):
                 rows[row] = [token]
@@ -221,7 +220,7 @@ class _Stage:
     def _feed_back(self, step: int, feedback: torch.Tensor) -> Generator[Effect, Any, None]:
         edge = self._role.feedback_edge
         if edge is None:
-            self._ring.buffer(step, len(feedback)).copy_(feedback)
+            self._ring.buffer(step).copy_(feedback)
         else:
             yield from self._send(edge, step, feedback)
 

@@ -1,5 +1,6 @@
 """Inside a stage's process: sets the stage up, then drives its loop with real links."""
 
+import gc
 import os
 import time
 import traceback
@@ -153,6 +154,9 @@ def run_stage(config: StageConfig, control: ControlSocket, timeline: StageTimeli
         max_rows=config.max_num_seqs,
         blocking_feedback=config.blocking_feedback,
     )
+    # What is there now stays: no need for the collector to walk through it again and again.
+    gc.collect()
+    gc.freeze()
     with torch.inference_mode():
         drive(
             stage_loop(role, executor),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from headrace.protocol.messages import RowLogprobs, SyntheticTime
-from headrace.protocol.plan import Plan, Yield
+from headrace.protocol.plan import Plan, row_samples
 
 
 @dataclass
@@ -38,7 +38,7 @@ class SyntheticExecutor:
 
     def logits(self, plan: Plan, activations: torch.Tensor) -> torch.Tensor:
         """One score a row that samples."""
-        sampling = sum(bool(row.yields & Yield.TOKEN) for row in plan.rows)
+        sampling = sum(row_samples(row) for row in plan.rows)
         return torch.zeros(sampling, 1, device=self.device)
 
     def sample(self, plan: Plan, logits: torch.Tensor) -> torch.Tensor:

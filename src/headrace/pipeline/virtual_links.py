@@ -72,7 +72,7 @@ class VirtualClock:
         heappush(self._events, (moment, tie, next(self._numbers), action))
 
     def set_alarm(self, delay_s: float, action: Action) -> Alarm:
-        """Have something happen so much later unless it is cancelled; after that moment's events."""
+        """Have something happen so much later, after that moment's events, unless cancelled."""
         alarm = Alarm(self.now + delay_s, action)
         self._alarms.append(alarm)
         return alarm

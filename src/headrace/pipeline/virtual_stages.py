@@ -228,9 +228,12 @@ class _Stage:
                 return
             held_up_s = self._hold_up()
             if held_up_s > 0:
-                self._clock.schedule(held_up_s, lambda: self._go_on(self._carry_out(effect)))
+                self._clock.schedule(held_up_s, partial(self._after_hold_up, effect))
                 return
             value = self._carry_out(effect)
+
+    def _after_hold_up(self, effect: Effect) -> None:
+        self._go_on(self._carry_out(effect))
 
     def _carry_out(self, effect: Effect) -> Any:
         """The effect's value, or _LATER."""

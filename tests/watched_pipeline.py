@@ -1,0 +1,102 @@
+"""The pipeline between engine and stages in a simulation: sees everything that the engine sends."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from headrace.pipeline.virtual_stages import VirtualStages
+from headrace.protocol.messages import Report, Result, Timeline
+from headrace.protocol.plan import Plan, TokenRef, Yield, samples
+
+# Far beyond what any simulated load needs.
+_MOST_STEPS = 3000
+
+
+class SimulationError(Exception):
+    """The engine did what it must not."""
+
+
+@dataclass
+class Watched:
+    """The pipeline between engine and stages: sees every plan and counts what the seeds reach.
+
+    stray: whether it is time to send a stage a plan of another epoch.
+    """
+
+    stages: VirtualStages
+    num_stages: int
+    window: int
+    stray: Callable[[], bool]
+    plans: list[Plan] = field(default_factory=list)
+    reached: Counter[str] = field(default_factory=Counter)
+    messages: int = 0
+
+    def send(self, plan: Plan) -> None:
+        for row in plan.rows:
+            for token in row.inputs:
+                # Contract 1, point 3: only what the engine does not have is referred to.
+                if isinstance(token, TokenRef) and not 0 < plan.step - token.step < self.window:
+                    raise SimulationError(f"step {plan.step} refers to step {token.step}")
+        if len(self.plans) == _MOST_STEPS:
+            raise SimulationError(f"not done after {_MOST_STEPS} steps")
+        self.plans.append(plan)
+        self._count(plan)
+        if self.stray():
+            for stage in range(self.num_stages):
+                self.stages.send_to(stage, replace(plan, epoch=plan.epoch + 1))
+            self.reached["plan of another epoch"] += 1
+        self.stages.send(plan)
+
+    def receive(self, timeout_s: float) -> list[Result | Report]:
+        messages = self.stages.receive(timeout_s)
+        self.messages += len(messages)
+        return messages
+
+    def timelines(self, last: int, timeout_s: float) -> list[Timeline]:
+        return self.stages.timelines(last, timeout_s)
+
+    def signs_of_life(self) -> list[float]:
+        return self.stages.signs_of_life()
+
+    def _count(self, plan: Plan) -> None:
+        inputs = [token for row in plan.rows for token in row.inputs]
+        chunks = any(len(row.inputs) > 1 or row.yields == Yield.NOTHING for row in plan.rows)
+        decodes = any(row.start is None for row in plan.rows)
+        references = any(isinstance(token, TokenRef) for token in inputs)
+        for name, is_so in {
+            "reference": references,
+            "empty plan": not plan.rows,
+            "only chunks, no feedback": bool(plan.rows) and not samples(plan),
+            "chunks beside decoding rows": chunks and decodes,
+            "prefix found": any(admission.computed for admission in plan.admitted),
+            "admitted again": any(admission.outputs for admission in plan.admitted),
+            "slot given out by the next plan": bool(
+                {admission.slot for admission in plan.admitted}.intersection(
+                    self.plans[-2].released if len(self.plans) > 1 else ()
+                )
+            ),
+        }.items():
+            self.reached[name] += is_so
+
+
+def in_one_line(event: object) -> str:
+    """An event in one line: without contents of tensors, functions and token lists."""
+    if isinstance(event, Plan):
+        rows = [(row.slot, len(row.inputs), row.yields.value) for row in event.rows]
+        admitted = [admission.slot for admission in event.admitted]
+        references = sorted(
+            {(t.step, t.row) for row in event.rows for t in row.inputs if isinstance(t, TokenRef)}
+        )
+        return (
+            f"plan {event.step} of epoch {event.epoch}, group {event.microbatch}: rows (slot, "
+            f"tokens, yields) {rows}, refers to {references}, admitted {admitted}, "
+            f"released {event.released}"
+        )
+    fields = {name: getattr(event, name, None) for name in ("channel", "kind", "step", "result")}
+    if fields["channel"] is not None:
+        tensors, source, target = fields["channel"]
+        fields["channel"] = f"{tensors} {source}->{target}"
+    shown = ", ".join(str(value) for value in fields.values() if value is not None)
+    return f"{type(event).__name__} {shown}"
