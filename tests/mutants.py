@@ -61,13 +61,13 @@ MUTANTS = [
     ),
     _mutant(
         "reference resolved to the step before",
-        "pipeline.feedback:FeedbackRing.input_ids",
+        "pipeline.feedback:FeedbackRing.gather",
         ("self.buffer(step).tolist()", "self.buffer(step - 1).tolist()"),
     ),
     _mutant(
         "row index off by one",
-        "pipeline.feedback:FeedbackRing.input_ids",
-        ("fed[token.step][token.row]", "fed[token.step][max(0, token.row - 1)]"),
+        "pipeline.feedback:FeedbackRing.gather",
+        ("fed[step][row]", "fed[step][max(0, row - 1)]"),
     ),
     _mutant(
         "feedback ring one place too short",
@@ -76,18 +76,18 @@ MUTANTS = [
     ),
     _mutant(
         "stale epoch accepted",
-        "pipeline.virtual_stages:stage_loop",
-        ("message.epoch != role.epoch", "False"),
+        "pipeline.stage_loop:_Stage.take_plans",
+        ("message.epoch != self._role.epoch", "False"),
     ),
     _mutant(
         "feedback sent for a chunk-only step",
         "pipeline.stage_loop:_Stage._sample",
         (
-            "logits = tokens = None",
-            "logits = tokens = None\n"
-            "    if not samples(plan):\n"
+            "sampled = None\n",
+            "sampled = None\n"
+            "    if feedback is None:\n"
             "        nothing = torch.zeros(len(plan.rows), 2, dtype=torch.int32)\n"
-            "        yield from self._feed_back(plan.step, nothing)",
+            "        yield from self._feed_back(plan.step, nothing)\n",
         ),
     ),
     _mutant(

@@ -75,7 +75,7 @@ def test_a_failing_seed_replays_exactly_and_says_what_happened_last() -> None:
     assert first.__notes__[0].startswith("seed ")
     assert len(first.__notes__) > 20
     assert "stage 0" in "".join(first.__notes__)
-    assert "plan 0 of epoch 0" in "".join(first.__notes__)
+    assert "StepDone" in "".join(first.__notes__)
 
 
 def test_a_pipeline_in_which_nothing_can_happen_any_more_is_found_at_once() -> None:

@@ -164,7 +164,7 @@ def launch_virtual(config: EngineConfig) -> VirtualEngine:
         clock, num_stages, lambda _: emulation.latency_s, emulation.bytes_per_s
     )
     executor = SyntheticExecutor(
-        stage_time, model_config.hidden_size, torch.float32, sleep=lambda _: None
+        stage_time, model_config.hidden_size, torch.float32, real_time=False
     )
     stages = VirtualStages(
         clock,

@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.pipeline.effects import Compute, EmitResult, PostReceive, Send, TakePlans, Wait
+from headrace.pipeline.effects import (
+    Compute,
+    EmitResult,
+    Finish,
+    PostReceive,
+    Send,
+    Start,
+    TakePlans,
+    Wait,
+)
 from headrace.pipeline.ledger import Tensors
 from headrace.pipeline.stage_loop import PlanOrderError, StageRole, stage_loop
 from headrace.protocol.messages import RowLogprobs, Stop
@@ -16,7 +25,10 @@ from headrace.protocol.plan import Plan, Row, TokenRef, Yield
 @dataclass
 class Executor:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    asynchronous: bool = False
     inputs: list[list[int]] = field(default_factory=list)
+
+    def synchronize(self) -> None: ...
 
     def begin(self, plan: Plan) -> None: ...
 
@@ -93,6 +105,11 @@ def run(
                 value = buffers.pop((channel, step))
                 if channel.tensors is Tensors.FEEDBACK and not sent:
                     value[:, 0], value[:, 1] = 1, 40 + step
+            case Start(kind, step, work):
+                trace.append(f"start {kind} {step}")
+                value = work()
+            case Finish(kind, step, _):
+                trace.append(f"finish {kind} {step}")
             case Compute(kind, step, work):
                 trace.append(f"{kind} {step}")
                 value = work()
@@ -144,9 +161,9 @@ def test_a_plan_of_chunks_only_has_no_feedback() -> None:
 
 def test_the_last_stage_sends_feedback_as_soon_as_it_has_sampled() -> None:
     trace = run(1, 2, [[plan(0, prompt()), Stop(0)]])
-    # The output projection is part of the forward; reports are worked out after the send.
-    assert trace[2:7] == ["forward 0", "forward 0", "sample 0", "send feedback 0", "sample 0"]
-    assert trace[7] == "result 0 [[7]]"
+    # Reports are worked out after the send.
+    assert trace[2:6] == ["forward 0", "sample 0", "send feedback 0", "sample 0"]
+    assert trace[6] == "result 0 [[7]]"
 
 
 def test_a_plan_without_rows_moves_no_tensor_but_has_a_result() -> None:
@@ -169,10 +186,28 @@ def test_references_are_gathered_from_the_step_and_row_they_name() -> None:
     assert executor.inputs[1] == [40, 40, 9]
 
 
-def test_sends_are_completed_a_window_later() -> None:
-    plans = [plan(step, chunk()) for step in range(4)]
+def test_sends_older_than_a_window_are_completed_some_at_a_time() -> None:
+    plans = [plan(step, chunk()) for step in range(13)]
     trace = run(0, 2, [[*plans, Stop(0)]], window=2)
-    assert trace.index("complete activations 0") == trace.index("send activations 2") - 1
+    # Of ten that are open those of steps 0 to 8 are two steps old or older.
+    sent = trace.index("send activations 10")
+    assert trace[sent - 9 : sent] == [f"complete activations {step}" for step in range(9)]
+
+
+def test_plans_that_come_while_a_device_computes_are_taken_and_their_receives_posted() -> None:
+    executor = Executor(asynchronous=True)
+    arrivals: list[list[Plan | Stop]] = [[plan(0, chunk())], [plan(1, chunk())], [Stop(0)]]
+    trace = run(1, 3, arrivals, executor=executor)
+    assert trace[:8] == [
+        "post activations 0",
+        "wait activations 0",
+        "start forward 0",
+        "post activations 1",
+        "finish forward 0",
+        "send activations 0",
+        "wait activations 1",
+        "start forward 1",
+    ]
 
 
 def test_plans_of_another_epoch_are_dropped() -> None:

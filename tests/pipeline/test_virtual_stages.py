@@ -32,9 +32,7 @@ class Run:
     reports: list[Report] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        executor = SyntheticExecutor(
-            SyntheticTime(STEP_S, 0.0), 1, torch.float32, sleep=lambda seconds: None
-        )
+        executor = SyntheticExecutor(SyntheticTime(STEP_S, 0.0), 1, torch.float32, real_time=False)
         self.window = self.groups + 2
         self.stages = VirtualStages(
             self.clock,

@@ -79,11 +79,14 @@ def replay(executor: Executor, config: StageConfig, plans: Iterable[Plan]) -> li
 
 def _compute(executor: Executor, config: StageConfig, plan: Plan, inputs: torch.Tensor) -> None:
     activations = executor.forward(plan, inputs)
-    if config.stage < config.num_stages - 1:
-        return
     logits = tokens = None
-    if samples(plan):
+    last = config.stage == config.num_stages - 1
+    if last and samples(plan):
         logits = executor.logits(plan, activations)
+    executor.synchronize()
+    if not last:
+        return
+    if logits is not None:
         tokens = executor.sample(plan, logits)
     executor.logprobs(plan, activations, logits, tokens)
 

@@ -6,7 +6,7 @@ from statistics import median
 
 from headrace.protocol.messages import Report
 
-_MEMORY = 32
+_MEMORY = 16
 # Steps whose parts are kept while some are missing, in windows.
 _WINDOWS_KEPT = 4
 

@@ -47,13 +47,35 @@ class Wait:
     step: int
 
 
+WorkKind = Literal["forward", "sample"]
+
+
 @dataclass(frozen=True, slots=True)
 class Compute:
     """Run `work`, which only computes. Value: what it returns."""
 
-    kind: Literal["forward", "sample"]
+    kind: WorkKind
     step: int
     work: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Run `work`, which gives a device something to do and does not wait for it. Value: what it
+    returns. Until Finish the loop only takes plans and posts their receives."""
+
+    kind: WorkKind
+    step: int
+    work: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Wait, by `work`, until the device has done what was started. Value: None."""
+
+    kind: WorkKind
+    step: int
+    work: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,4 +92,4 @@ class StepDone:
     step: int
 
 
-Effect = TakePlans | PostReceive | Send | Wait | Compute | EmitResult | StepDone
+Effect = TakePlans | PostReceive | Send | Wait | Compute | Start | Finish | EmitResult | StepDone

@@ -86,6 +86,16 @@ class ModelExecutor:
         ]
         self._block_tables = np.zeros((self.max_num_seqs, self.max_blocks), dtype=np.int64)
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the device computes while the host goes on."""
+        return self.device.type != "cpu"
+
+    def synchronize(self) -> None:
+        """Return once the device has done everything that it was given."""
+        if self.asynchronous:
+            torch.accelerator.synchronize(self.device)
+
     def begin(self, plan: Plan) -> None:
         """Apply the plan's admissions and appended blocks."""
         for admission in plan.admitted:

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from headrace.protocol.plan import Plan, TokenRef, referenced_steps
+from headrace.protocol.plan import Plan, TokenRef, row_samples
 
 # Contract 2: count, then `width` tokens.
 WIDTH = 1
@@ -45,33 +45,55 @@ class FeedbackRing:
             raise LookupError(f"the feedback of step {step} is not held")
         return self._buffer_at[step % len(self._step_at)]
 
-    def input_ids(self, plan: Plan) -> torch.Tensor:
+    def gather(self, inputs: "InputIds") -> torch.Tensor:
         """The plan's input tokens in row order, int64 [tokens], references looked up.
 
         Raises LookupError if a reference names a step that is not in the ring or a row that sampled
         nothing; the caller has waited for all steps it names.
         """
         # As lists: for so few numbers torch takes several times as long to gather them.
-        fed = {step: self.buffer(step).tolist() for step in referenced_steps(plan)}
-        ids: list[int] = []
-        for row in plan.rows:
-            for token in row.inputs:
-                if isinstance(token, TokenRef):
-                    count, value = fed[token.step][token.row]
-                    if count != 1:
-                        raise LookupError(f"step {plan.step} refers to a row that sampled nothing")
-                    ids.append(value)
-                else:
-                    ids.append(token)
+        fed = {step: self.buffer(step).tolist() for step in inputs.steps}
+        ids = inputs.ids
+        for place, step, row in inputs.references:
+            count, ids[place] = fed[step][row]
+            if count != 1:
+                raise LookupError(f"a reference names row {row} of step {step}: it sampled nothing")
         return torch.tensor(ids, dtype=torch.int64, device=self._places.device)
 
 
-def encode_feedback(tokens: torch.Tensor, yielding: list[int], rows: int) -> torch.Tensor:
-    """Feedback of one step, int32 [rows, 1 + WIDTH]: count 0 for rows that sampled nothing.
+class InputIds:
+    """A plan's input tokens, prepared so that little is left to do once the feedback is there.
 
-    tokens: int64 [len(yielding)], what the rows listed in yielding sampled.
+    ids: in row order, 0 for references; references: place among them, step and row of each. steps:
+    those that they name, ascending.
     """
-    feedback = np.zeros((rows, 1 + WIDTH), dtype=np.int32)
-    feedback[yielding, 0] = 1
-    feedback[yielding, 1] = tokens.tolist()
-    return torch.from_numpy(feedback).to(tokens.device)
+
+    def __init__(self, plan: Plan) -> None:
+        self.ids: list[int] = []
+        self.references: list[tuple[int, int, int]] = []
+        for row in plan.rows:
+            for token in row.inputs:
+                if isinstance(token, TokenRef):
+                    self.references.append((len(self.ids), token.step, token.row))
+                    self.ids.append(0)
+                else:
+                    self.ids.append(token)
+        self.steps = sorted({step for _, step, _ in self.references})
+
+
+class Feedback:
+    """A step's feedback on the last stage, prepared before its tokens are there.
+
+    rows: those that sample.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.rows = [number for number, row in enumerate(plan.rows) if row_samples(row)]
+        self._encoded = np.zeros((len(plan.rows), 1 + WIDTH), dtype=np.int32)
+        self._encoded[self.rows, 0] = 1
+
+    def encode(self, tokens: list[int], device: torch.device) -> torch.Tensor:
+        """int32 [rows, 1 + WIDTH] with the tokens of the rows that sample, in row order; count 0
+        for the others."""
+        self._encoded[self.rows, 1] = tokens
+        return torch.from_numpy(self._encoded).to(device)

@@ -61,18 +61,20 @@ class Channel(NamedTuple):
 class Handle(Protocol):
     """A transfer that was started; each backend says what waiting for it means."""
 
-    def wait(self, timeout_s: float) -> float:
+    def wait(self, timeout_s: float) -> float | None:
         """Return when the buffer may be used again; LinkError if it cannot be.
 
-        Returns the moment from which it could have been, in seconds of the stage's clock.
+        Returns the moment from which it could have been, in seconds of the stage's clock, if that
+        is known.
         """
 
 
 class Completed(NamedTuple):
-    """A transfer that was waited for. at: when it was complete, however late that was noticed."""
+    """A transfer that was waited for. at: when it was complete, however late that was noticed; None
+    if nobody watched it."""
 
     buffer: torch.Tensor
-    at: float
+    at: float | None
 
 
 class LedgerError(Exception):

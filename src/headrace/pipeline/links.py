@@ -6,9 +6,10 @@ transfer until its wait returns: the ledger holds it so long. A wait that runs o
 peer is gone, is a LinkError; the link is then dead at both ends, other transfers and later ones
 fail at once, and the pipeline ends.
 
-Each incoming edge has a thread that finishes one receive after the other, and so notes when each
-was complete, however late the stage looks. The stage's wait() blocks its thread until then. A
-send's moment is when its wait noticed it.
+Each incoming edge has a thread that finishes one watched receive after the other, and so notes when
+each was complete, however late the stage looks. The stage's wait() blocks its thread until then.
+Waking two threads takes longer than waking one, so a stage has only some of its receives watched,
+and finishes the others itself. Of sends and of those nobody knows the moment.
 
 gloo (CPU): bytes move on gloo's threads once both sides have started. Waiting blocks the thread in
 gloo, without computing.
@@ -78,10 +79,10 @@ class Link(Protocol):
     def send(self, tensor: torch.Tensor) -> Handle:
         """Start sending a contiguous tensor; LinkError if the link is known to be dead."""
 
-    def receive(self, buffer: torch.Tensor) -> Handle:
+    def receive(self, buffer: torch.Tensor, watched: bool = True) -> Handle:
         """Start receiving into a contiguous buffer of the sender's shape and dtype.
 
-        LinkError if the link is known to be dead.
+        watched: its wait tells when it was complete. LinkError if the link is known to be dead.
         """
 
 
@@ -165,11 +166,13 @@ class SlowLine:
 
 
 @dataclass(frozen=True)
-class _Sending:
+class _Unwatched:
+    """A send or a receive that the stage finishes itself."""
+
     link: "GroupLink"
     work: dist.Work
 
-    def wait(self, timeout_s: float) -> float:
+    def wait(self, timeout_s: float) -> None:
         try:
             self.link.finish(self.work, timeout_s)
         except TimeoutError as error:
@@ -178,11 +181,10 @@ class _Sending:
         except (RuntimeError, ConnectionError) as error:
             self.link.give_up()
             self.link.end.gone(error)
-        return time.monotonic()
 
 
 @dataclass(eq=False)
-class _Receiving:
+class _Watched:
     """A receive that the edge's thread finishes. at: when it is complete; may be still to come."""
 
     link: "GroupLink"
@@ -220,19 +222,21 @@ class GroupLink:
         self._group, self._device, self._line = group, device, line
         self._peer_in_group = dist.get_group_rank(group, end.peer)
         self._dead = False
-        self._posted: queue.SimpleQueue[_Receiving] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[_Watched] = queue.SimpleQueue()
         if end.incoming:
             _start_thread(f"arrivals of {end.channel.tensors}", self._finish_receives)
 
     def send(self, tensor: torch.Tensor) -> Handle:
         """As Link says."""
-        return _Sending(self, self._start(self._group.send, tensor))
+        return _Unwatched(self, self._start(self._group.send, tensor))
 
-    def receive(self, buffer: torch.Tensor) -> Handle:
-        """As Link says."""
+    def receive(self, buffer: torch.Tensor, watched: bool = True) -> Handle:
+        """As Link says. On a slow line every receive is watched."""
         posted_at = time.monotonic()
         work = self._start(self._group.recv, buffer)
-        receive = _Receiving(self, work, buffer.nbytes, posted_at)
+        if not watched and self._line is None:
+            return _Unwatched(self, work)
+        receive = _Watched(self, work, buffer.nbytes, posted_at)
         self._posted.put(receive)
         return receive
 

@@ -16,22 +16,34 @@ from headrace.pipeline.effects import (
     Compute,
     Effect,
     EmitResult,
+    Finish,
     PostReceive,
     Send,
+    Start,
     StepDone,
     TakePlans,
     Wait,
 )
-from headrace.pipeline.feedback import FeedbackRing, encode_feedback
+from headrace.pipeline.feedback import Feedback, FeedbackRing, InputIds
 from headrace.pipeline.ledger import Channel, Tensors
 from headrace.protocol.messages import Result, RowLogprobs
-from headrace.protocol.plan import Plan, referenced_steps, row_samples, samples, token_count
+from headrace.protocol.plan import Plan, samples, token_count
+
+# Sends that are completed together.
+_SENDS_AT_ONCE = 8
 
 
 class Executor(Protocol):
     """The stage's share of the model with its per-slot state; computes, never communicates."""
 
     device: torch.device
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether forward() and logits() return before the device has done the work."""
+
+    def synchronize(self) -> None:
+        """Return once the device has done everything that it was given."""
 
     def begin(self, plan: Plan) -> None:
         """Apply the plan's admissions and appended blocks."""
@@ -110,36 +122,43 @@ class PlanOrderError(Exception):
 def stage_loop(role: StageRole, executor: Executor) -> Generator[Effect, Any, None]:
     """Run plans until Stop, then drain every transfer still open."""
     stage = _Stage(role, executor)
-    held: deque[Plan] = deque()
-    next_step = 0
-    stopping = False
-    while held or not stopping:
-        for message in (yield TakePlans(wait=not held)):
-            if message.epoch != role.epoch:
-                continue
-            if not isinstance(message, Plan):
-                stopping = True
-                continue
-            if message.step != next_step:
-                raise PlanOrderError(f"got plan {message.step}, due was plan {next_step}")
-            next_step += 1
-            yield from stage.post_receives(message)
-            held.append(message)
-        if held:
-            yield from stage.run(held.popleft())
+    while stage.held or not stage.stopping:
+        if not (stage.held and executor.asynchronous):
+            yield from stage.take_plans(wait=not stage.held)
+        if stage.held:
+            yield from stage.run(stage.held.popleft())
     yield from stage.drain()
 
 
 class _Stage:
+    """held: plans taken and not run yet, oldest first. stopping: none will come any more."""
+
     def __init__(self, role: StageRole, executor: Executor) -> None:
+        self.held: deque[Plan] = deque()
+        self.stopping = False
         self._role = role
         self._executor = executor
+        self._next_step = 0
         self._ring = FeedbackRing(role.window, role.max_rows, executor.device)
         self._feedback_due: set[int] = set()
         self._sent: dict[Channel, deque[int]] = {}
 
+    def take_plans(self, wait: bool) -> Generator[Effect, Any, None]:
+        """Take what arrived, and post the receives of every plan at once."""
+        for message in (yield TakePlans(wait)):
+            if message.epoch != self._role.epoch:
+                continue
+            if not isinstance(message, Plan):
+                self.stopping = True
+                continue
+            if message.step != self._next_step:
+                raise PlanOrderError(f"got plan {message.step}, due was plan {self._next_step}")
+            self._next_step += 1
+            yield from self.post_receives(message)
+            self.held.append(message)
+
     def post_receives(self, plan: Plan) -> Generator[Effect, Any, None]:
-        """Start every receive that the plan entails, as soon as the plan is held."""
+        """Start every receive that the plan entails."""
         role = self._role
         if not plan.rows:
             return
@@ -162,10 +181,12 @@ class _Stage:
         tokens: list[list[int]] = []
         logprobs: list[RowLogprobs] = []
         if plan.rows:
+            # Before anything is waited for: so it takes nobody's time.
+            feedback = Feedback(plan) if role.last and samples(plan) else None
             inputs = yield from self._inputs(plan)
-            output = yield Compute("forward", plan.step, lambda: executor.forward(plan, inputs))
+            output, logits = yield from self._forward(plan, inputs)
             if role.last:
-                tokens, logprobs = yield from self._sample(plan, output)
+                tokens, logprobs = yield from self._sample(plan, feedback, output, logits)
             else:
                 yield from self._send(role.activations_out, plan.step, output)
             if role.first and role.blocking_feedback:
@@ -175,22 +196,46 @@ class _Stage:
             yield EmitResult(Result(role.epoch, plan.step, tokens, logprobs))
         yield StepDone(plan.step)
 
+    def _forward(
+        self, plan: Plan, inputs: torch.Tensor
+    ) -> Generator[Effect, Any, tuple[torch.Tensor, torch.Tensor | None]]:
+        """Activations, and on the last stage the scores of the rows that sample, if any do."""
+        executor = self._executor
+
+        def work() -> tuple[torch.Tensor, torch.Tensor | None]:
+            activations = executor.forward(plan, inputs)
+            with_logits = self._role.last and samples(plan)
+            return activations, executor.logits(plan, activations) if with_logits else None
+
+        if not executor.asynchronous:
+            output: tuple[torch.Tensor, torch.Tensor | None]
+            output = yield Compute("forward", plan.step, work)
+            return output
+        output = yield Start("forward", plan.step, work)
+        # While the device computes this costs the step nothing.
+        yield from self.take_plans(wait=False)
+        yield Finish("forward", plan.step, executor.synchronize)
+        return output
+
     def _sample(
-        self, plan: Plan, activations: torch.Tensor
+        self,
+        plan: Plan,
+        feedback: Feedback | None,
+        activations: torch.Tensor,
+        logits: torch.Tensor | None,
     ) -> Generator[Effect, Any, tuple[list[list[int]], list[RowLogprobs]]]:
         """Each row's tokens and reports. The feedback goes first: somebody waits for it."""
         executor = self._executor
         rows: list[list[int]] = [[] for _ in plan.rows]
-        logits = tokens = None
-        if samples(plan):
-            logits = yield Compute("forward", plan.step, lambda: executor.logits(plan, activations))
-            tokens = yield Compute("sample", plan.step, lambda: executor.sample(plan, logits))
-            sampling = [n for n, row in enumerate(plan.rows) if row_samples(row)]
-            yield from self._feed_back(plan.step, encode_feedback(tokens, sampling, len(plan.rows)))
-            for row, token in zip(sampling, tokens.tolist(), strict=True):
+        sampled = None
+        if feedback is not None and logits is not None:
+            sampled = yield Compute("sample", plan.step, lambda: executor.sample(plan, logits))
+            tokens = sampled.tolist()
+            yield from self._feed_back(plan.step, feedback.encode(tokens, executor.device))
+            for row, token in zip(feedback.rows, tokens, strict=True):
                 rows[row] = [token]
         logprobs = yield Compute(
-            "sample", plan.step, lambda: executor.logprobs(plan, activations, logits, tokens)
+            "sample", plan.step, lambda: executor.logprobs(plan, activations, logits, sampled)
         )
         return rows, logprobs
 
@@ -206,9 +251,10 @@ class _Stage:
         if not self._role.first:
             activations: torch.Tensor = yield Wait(self._role.activations_in, plan.step)
             return activations
-        for step in referenced_steps(plan):
+        inputs = InputIds(plan)
+        for step in inputs.steps:
             yield from self._complete_feedback(step)
-        return self._ring.input_ids(plan)
+        return self._ring.gather(inputs)
 
     def _complete_feedback(self, step: int | None) -> Generator[Effect, Any, None]:
         if step in self._feedback_due:
@@ -227,9 +273,11 @@ class _Stage:
     def _send(
         self, channel: Channel, step: int, tensor: torch.Tensor
     ) -> Generator[Effect, Any, None]:
-        """Send, and complete sends that are a window old: their receivers are long past them."""
+        """Send, and now and then complete sends older than a window: their receivers are long past
+        them, and many at a time cost less than one a step."""
         steps = self._sent.setdefault(channel, deque())
-        while steps and steps[0] <= step - self._role.window:
-            yield Wait(channel, steps.popleft())
+        if len(steps) >= self._role.window + _SENDS_AT_ONCE:
+            while steps and steps[0] <= step - self._role.window:
+                yield Wait(channel, steps.popleft())
         yield Send(channel, step, tensor)
         steps.append(step)

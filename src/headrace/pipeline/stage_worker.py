@@ -15,8 +15,10 @@ from headrace.pipeline.effects import (
     Compute,
     Effect,
     EmitResult,
+    Finish,
     PostReceive,
     Send,
+    Start,
     StepDone,
     TakePlans,
     Wait,
@@ -38,6 +40,7 @@ from headrace.protocol.messages import (
     Loaded,
     Loading,
     Ready,
+    Report,
     StageConfig,
     Stop,
     ToStage,
@@ -48,6 +51,11 @@ _WAIT_OF: dict[Tensors, ActivityKind] = {
     Tensors.FEEDBACK: "feedback_wait",
     Tensors.ACTIVATIONS: "activation_wait",
 }
+
+
+# One step in so many has its transfers watched, on all stages the same: enough to know how long
+# links take.
+_WATCHED_STEPS = 4
 
 
 class ControlSocket:
@@ -70,12 +78,16 @@ class ControlSocket:
     def take_plans(self, wait: bool) -> list[Plan | Stop]:
         """All plans that have arrived; wait: block until there is one."""
         messages: list[Plan | Stop] = []
-        while self._socket.poll(None if wait and not messages else 0):
-            message = self.receive()
+        if wait:
+            self._socket.poll()
+        while True:
+            try:
+                message = codec.decode_to_stage(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return messages
             if not isinstance(message, Plan | Stop):
                 raise PipelineError(f"unexpected {type(message).__name__} among the plans")
             messages.append(message)
-        return messages
 
     def close(self) -> None:
         """Close; what is queued is delivered for up to two seconds, until the context ends."""
@@ -89,17 +101,26 @@ def drive(
     timeline: StageTimeline,
     link_timeout: float,
 ) -> None:
-    """Carry out a stage loop's effects until it ends."""
+    """Carry out a stage loop's effects until it ends.
+
+    Reports wait until plans are taken, when nobody waits for the stage or a device computes.
+    """
     ledger = Ledger()
+    reports: list[Report] = []
     value: Any = None
     while True:
         try:
             effect = loop.send(value)
         except StopIteration:
+            for report in reports:
+                control.send(report)
             return
         value = None
         match effect:
             case TakePlans(wait):
+                for report in reports:
+                    control.send(report)
+                reports.clear()
                 if wait:
                     timeline.begin("plan_wait", timeline.step, time.monotonic())
                 value = control.take_plans(wait)
@@ -109,7 +130,8 @@ def drive(
                     if isinstance(message, Plan):
                         timeline.planned(message)
             case PostReceive(channel, step, buffer):
-                ledger.open(channel, step, links[channel].receive(buffer), buffer)
+                handle = links[channel].receive(buffer, watched=step % _WATCHED_STEPS == 0)
+                ledger.open(channel, step, handle, buffer)
             case Send(channel, step, tensor):
                 timeline.begin("send", step, time.monotonic())
                 ledger.open(channel, step, links[channel].send(tensor), tensor)
@@ -120,16 +142,22 @@ def drive(
                 timeline.begin(wait_kind, step, time.monotonic())
                 value, at = ledger.wait(channel, step, link_timeout)
                 timeline.end(time.monotonic())
-                if incoming:
+                if incoming and at is not None:
                     timeline.arrived(step, at)
             case Compute(kind, step, work):
                 timeline.begin(kind, step, time.monotonic())
                 value = work()
                 timeline.end(time.monotonic())
+            case Start(kind, step, work):
+                timeline.begin(kind, step, time.monotonic())
+                value = work()
+            case Finish(work=wait_for_device):
+                wait_for_device()
+                timeline.end(time.monotonic())
             case EmitResult(result):
                 control.send(result)
             case StepDone():
-                control.send(timeline.finish(time.monotonic()))
+                reports.append(timeline.finish(time.monotonic()))
 
 
 def run_stage(config: StageConfig, control: ControlSocket, timeline: StageTimeline) -> None:

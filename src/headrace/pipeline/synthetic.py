@@ -1,7 +1,6 @@
 """A stage that computes nothing and takes a given time, to measure everything but a model."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -9,32 +8,44 @@ import torch
 from headrace.protocol.messages import RowLogprobs, SyntheticTime
 from headrace.protocol.plan import Plan, row_samples
 
+# A sleep ends up to so much too late.
+_AWAKE_S = 300e-6
+
 
 @dataclass
 class SyntheticExecutor:
-    """An Executor whose forward() lasts stage_time for the plan's rows, asleep. Token 0 is sampled.
+    """An Executor like one on a device: forward() returns at once, and synchronize() when the time
+    for the plan's rows is over. Token 0 is sampled.
 
-    device: where the activations are, [tokens, hidden_size] of dtype. sleep: lets seconds pass; in
-    virtual time nothing does, and the stages are told seconds().
+    device: where the activations are, [tokens, hidden_size] of dtype. real_time: whether time has
+    to pass; in virtual time it does not, and the stages are told seconds().
     """
 
     stage_time: SyntheticTime
     hidden_size: int
     dtype: torch.dtype
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    sleep: Callable[[float], None] = time.sleep
+    real_time: bool = True
+    asynchronous: bool = field(default=True, init=False)
+    _ends_at: float = field(default=0.0, init=False)
 
     def begin(self, plan: Plan) -> None:
         """Nothing to keep."""
 
     def forward(self, plan: Plan, inputs: torch.Tensor) -> torch.Tensor:
-        """Activations of zeros, once the time is over."""
-        ends_at = time.monotonic() + self.seconds(plan)
-        activations = torch.zeros(
-            len(inputs), self.hidden_size, dtype=self.dtype, device=self.device
-        )
-        self.sleep(max(0.0, ends_at - time.monotonic()))
-        return activations
+        """Activations of zeros."""
+        self._ends_at = time.monotonic() + self.seconds(plan)
+        return torch.zeros(len(inputs), self.hidden_size, dtype=self.dtype, device=self.device)
+
+    def synchronize(self) -> None:
+        """Return when the time of the last forward() is over.
+
+        Asleep but for the end, since a sleep ends late; so a host waits for a device, too.
+        """
+        if self.real_time:
+            time.sleep(max(0.0, self._ends_at - _AWAKE_S - time.monotonic()))
+            while time.monotonic() < self._ends_at:
+                pass
 
     def logits(self, plan: Plan, activations: torch.Tensor) -> torch.Tensor:
         """One score a row that samples."""

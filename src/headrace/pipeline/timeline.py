@@ -42,6 +42,8 @@ class StageTimeline:
         self._ring: list[_Ended | None] = [None] * RING_SIZE
         self._count = 0
         self._going: _Going | None = None
+        # Activities that have begun while that one goes on.
+        self._within = 0
         # The step that the stage is at: steps are done in order, without gaps.
         self._step = 0
         self._microbatches: deque[int] = deque()
@@ -64,7 +66,13 @@ class StageTimeline:
             self._microbatches.append(plan.microbatch)
 
     def begin(self, kind: ActivityKind, of: int, at: float) -> None:
-        """From this moment the stage does this. of: the step whose tensor (or plan) it is about."""
+        """From this moment the stage does this. of: the step whose tensor (or plan) it is about.
+
+        What is done while something else goes on, as during a forward, is not recorded.
+        """
+        if self._going is not None:
+            self._within += 1
+            return
         microbatch = self._microbatches[0] if self._microbatches else -1
         self._going = (kind, self._step, microbatch, of, at)
         if kind == "send":
@@ -72,6 +80,9 @@ class StageTimeline:
 
     def end(self, at: float) -> None:
         """What began last is over."""
+        if self._within:
+            self._within -= 1
+            return
         going = self._going
         assert going is not None, "nothing has begun"
         self._ring[self._count % RING_SIZE] = (*going, at)
@@ -123,6 +134,6 @@ class StageTimeline:
         # Those that were overwritten meanwhile are newer than they should be.
         oldest = self._count - RING_SIZE
         activities = [Activity(*entry) for n, entry in ended if entry is not None and n >= oldest]
-        if going is not None and (not activities or activities[-1].began < going[4]):
+        if going is not None and (not ended or ended[-1][1] is None or ended[-1][1][:5] != going):
             activities.append(Activity(*going, None))
         return Timeline(self.stage, now, activities[-last:] if last else [])

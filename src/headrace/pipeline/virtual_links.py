@@ -262,8 +262,9 @@ class VirtualLink:
             raise LinkMisuseError(f"{self.end}: cannot send on an edge that comes in")
         return self.edge.start(self.end, tensor)
 
-    def receive(self, buffer: torch.Tensor) -> VirtualTransfer:
-        """As Link says. LinkMisuseError for a buffer that is in use, or of another shape."""
+    def receive(self, buffer: torch.Tensor, watched: bool = True) -> VirtualTransfer:
+        """As Link says, but every transfer is watched. LinkMisuseError for a buffer that is in use,
+        or of another shape."""
         if not self.end.incoming:
             raise LinkMisuseError(f"{self.end}: cannot receive on an edge that goes out")
         return self.edge.start(self.end, buffer)

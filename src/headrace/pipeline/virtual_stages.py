@@ -16,8 +16,10 @@ from headrace.pipeline.effects import (
     Compute,
     Effect,
     EmitResult,
+    Finish,
     PostReceive,
     Send,
+    Start,
     StepDone,
     TakePlans,
     Wait,
@@ -202,6 +204,7 @@ class _Stage:
         self._ledger = Ledger()
         self._transfers: dict[tuple[Channel, int], VirtualTransfer] = {}
         self._plans: dict[int, Plan] = {}
+        self._device_busy_until = 0.0
         # Kinds of work that this step has been charged for.
         self._charged: set[str] = set()
         self._loop: Generator[Effect, Any, None] = stage_loop(role, executor)
@@ -275,6 +278,15 @@ class _Stage:
                         return _LATER
                 self.timeline.end(now)
                 return value
+            case Start(kind, step, work):
+                self.timeline.begin(kind, step, now)
+                self._device_busy_until = now + self._compute_s(self._plans[step], kind)
+                return work()
+            case Finish():
+                if self._device_busy_until > now:
+                    self._clock.schedule_at(self._device_busy_until, partial(self._computed, None))
+                    return _LATER
+                self.timeline.end(now)
             case EmitResult(result):
                 self._to_engine.send(codec.encode(result))
             case StepDone(step):
@@ -323,7 +335,7 @@ class _Stage:
         except LinkError as error:
             raise self._failed(error) from error
         self.timeline.end(self._clock.now)
-        if channel.target == self._role.stage:
+        if channel.target == self._role.stage and at is not None:
             self.timeline.arrived(step, at)
         return buffer
 

@@ -128,7 +128,7 @@ class Report(msgspec.Struct, tag="report", array_like=True, frozen=True):
     ended the moment it was done with the step. sent_at: when it started to send what the step
     gives to another stage, activations or on the last stage feedback; None if it gives nothing.
     arrivals: the moments at which transfers that it received and waited for since the last report
-    were there, by step (activations; on the first stage feedback).
+    were there, by step (activations; on the first stage feedback), as far as they are known.
     """
 
     epoch: int
