@@ -179,6 +179,8 @@ def test_mixed_requests_give_what_each_gives_alone(
         block_size=BLOCK_SIZE,
         enable_prefix_caching=caching,
         kv_cache_memory=cache_bytes // stages,
+        # So that the number of microbatches has reason to change.
+        link_latency_ms=3.0 if (stages, chunk) == (2, 512) else 0.0,
     ) as engine:
         outputs = asyncio.run(together(engine, alone.requests))
         scheduler = engine.running.engine.scheduler

@@ -143,6 +143,8 @@ def test_a_bad_request_is_a_value_error_and_harms_no_other(
         ({"kv_cache_memory": 1.5}, "kv_cache_memory must be a whole number or a text or None"),
         ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization must be above 0"),
         ({"stall_timeout": 0.0}, "--stall-timeout must be above 0"),
+        ({"link_latency_ms": -1.0}, "--link-latency-ms must be from 0 to 60000"),
+        ({"link_bandwidth_mbps": 0.0}, "--link-bandwidth-mbps must be above 0"),
     ],
 )
 def test_a_wrong_setting_is_named_before_anything_starts(

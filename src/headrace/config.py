@@ -42,7 +42,8 @@ class EngineConfig:
         and for so many megabits a second; for measuring.
     seed: base of the random numbers of requests without a seed.
     master_addr, master_port: where stages meet; port 0 picks a free one.
-    stall_timeout: seconds that any wait inside the pipeline may take.
+    stall_timeout: seconds in which nothing comes from the stages, and none computes, that end in an
+        error.
     """
 
     model: str
@@ -108,8 +109,10 @@ class EngineConfig:
             raise UsageError(f"--seed must be from 0 to {MAX_SEED}, not {self.seed}")
         if not 0 <= self.master_port <= 65535:
             raise UsageError(f"--master-port must be from 0 to 65535, not {self.master_port}")
-        if not self.stall_timeout > 0:
-            raise UsageError(f"--stall-timeout must be above 0, not {self.stall_timeout}")
+        if not 0 < self.stall_timeout <= 86_400:
+            raise UsageError(
+                f"--stall-timeout must be above 0 and at most 86400, not {self.stall_timeout}"
+            )
 
     @classmethod
     def of(cls, user: str, model: str, settings: dict[str, Any]) -> "EngineConfig":

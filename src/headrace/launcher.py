@@ -222,7 +222,7 @@ def _engine(
         vocab_size=model_config.vocab_size,
         num_stages=num_stages,
         seed=config.seed,
-        stall_timeout=config.stall_timeout,
+        stall_timeout=_stall_timeout(config, model_config),
         max_logprobs=config.max_logprobs,
         tuner=MicrobatchTuner(config.most_microbatches) if tuned else None,
         clock=clock,
@@ -241,6 +241,16 @@ def _read_model(files: ModelFiles, num_stages: int) -> tuple[ModelConfig, Callab
 
 def _synthetic(files: ModelFiles) -> SyntheticTime | None:
     return parse_stage_time(str(files.path)) if files.kind == "synthetic" else None
+
+
+def _stall_timeout(config: EngineConfig, model: ModelConfig) -> float:
+    """--stall-timeout, and what a step spends on emulated links at most."""
+    emulation = config.link_emulation or LinkEmulation()
+    message_s = 2 * emulation.latency_s
+    if emulation.bytes_per_s is not None:
+        largest = config.max_num_batched_tokens * model.hidden_size * 4
+        message_s += largest / emulation.bytes_per_s
+    return config.stall_timeout + config.pipeline_parallel_size * message_s
 
 
 def _link_timeout(config: EngineConfig) -> float:

@@ -116,7 +116,11 @@ def test_every_plan_is_replayed_and_leaves_the_stage_as_empty_as_it_was(
             assert len(seconds) == len(with_rows)
             assert all(s > 0 for s in seconds)
     assert spy.tokens == [token_count(plan) for plan in with_rows] * 2
-    expected = {"begin": 2 * len(plans), "end": 2 * len(plans)}
+    expected = {
+        "begin": 2 * len(plans),
+        "end": 2 * len(plans),
+        "synchronize": 2 * len(with_rows),
+    }
     if stage == 1:
         expected |= {
             "logits": 2 * len(sampling),

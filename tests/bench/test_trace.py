@@ -84,7 +84,7 @@ def test_moments_are_microseconds_since_the_first_and_what_goes_on_lasts_until_n
 
 
 def test_no_activities_are_a_trace_too(tmp_path: Path) -> None:
-    write_trace(tmp_path / "t.json", [Timeline(0, 1.0, [])])
+    write_trace(tmp_path / "t.json", [Timeline(0, 1.0, [])], "nothing ran")
     assert json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"]
 
 

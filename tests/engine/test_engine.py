@@ -18,10 +18,11 @@ class Pipeline:
     """Answers every plan at once with token 3, or stays silent.
 
     computing: what its stage says it does when asked, in forward since then; None for no answer.
-    late: while the stages are asked, the answers arrive after all.
+    late: while the stages are asked, the answers arrive after all. reports: whether there are any.
     """
 
     silent: bool = False
+    reports: bool = True
     late: bool = False
     computing: float | None = None
     asked: int = 0
@@ -32,7 +33,7 @@ class Pipeline:
         self.plans.append(plan)
         tokens = [[3] if row.yields & Yield.TOKEN else [] for row in plan.rows]
         report = Report(0, plan.step, 0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.5, 0.25, None, [], 99)
-        self.answers += [Result(0, plan.step, tokens, []), report]
+        self.answers += [Result(0, plan.step, tokens, []), *[report] * self.reports]
 
     def receive(self, timeout_s: float) -> list[Result | Report]:
         if self.silent:
@@ -144,6 +145,17 @@ def test_what_arrives_while_the_stages_are_asked_is_no_stall_and_not_lost() -> N
     target, clock = waiting(Pipeline(silent=True, late=True))
     clock.now = 60.0
     assert [delta.token for delta in target.step()] == [3, 3, 3]
+
+
+def test_a_report_that_never_comes_is_a_stall_too() -> None:
+    """A stage may stop after its last transfer: whoever waits for its reports must not wait on."""
+    target, clock = waiting(Pipeline(reports=False))
+    while not target.scheduler.idle:
+        target.step()
+    assert not target.settled
+    clock.now = 61.0
+    with pytest.raises(StallError, match="stage 0"):
+        target.step()
 
 
 def test_a_stage_that_computes_is_asked_again_only_when_its_time_is_over() -> None:

@@ -112,3 +112,68 @@ def test_it_comes_down_when_the_link_is_fast_again() -> None:
 
 def test_the_window_has_room_for_every_groups_step_and_two_more() -> None:
     assert [window_of(m, 4) for m in (1, 4, 9)] == [6, 6, 11]
+
+
+def see_steps(tuner: MicrobatchTuner, *sizes: int) -> None:
+    for step, size in enumerate(sizes):
+        tuner.see(step, StepWork(size, 100 * size, size))
+
+
+@pytest.mark.parametrize(("current", "tried"), [(4, 2), (2, 1), (1, 2)])
+def test_where_all_decode_steps_were_the_same_size_another_number_is_tried(
+    current: int, tried: int
+) -> None:
+    tuner = MicrobatchTuner(most=64)
+    see_steps(tuner, 16, 16, 16, 15)
+    assert tuner.next_count(current, rows(64), stages(4, 2, 0.3), 0.0) == tried
+    # Steps of the old size are still on their way.
+    see_steps(tuner, 16)
+    assert tuner.next_count(tried, rows(64), stages(4, 2, 0.3), 0.0) == tried
+    see_steps(tuner, 32)
+    # Then the formula decides at once.
+    assert tuner.next_count(tried, rows(64), stages(4, 2, 0.3), 0.0) == 4
+
+
+def test_a_trial_that_shows_nothing_ends_and_is_not_repeated() -> None:
+    tuner = MicrobatchTuner(most=64)
+    see_steps(tuner, 16)
+    counts = [4]
+    for step in range(1, 40):
+        # Only steps with prefill come.
+        tuner.see(step, StepWork(500, 10_000, 20))
+        counts.append(tuner.next_count(counts[-1], rows(64), stages(4, 2, 0.3), 0.0))
+    assert counts.index(2) == 1
+    assert counts[10:] == [4] * 30
+
+
+def test_after_a_long_time_with_steps_of_one_size_it_tries_again() -> None:
+    tuner = MicrobatchTuner(most=64)
+    see_steps(tuner, 16, 24)
+    for step in range(2, 5003):
+        tuner.see(step, StepWork(16, 1600, 16))
+    assert tuner.next_count(4, rows(64), stages(4, 2, 0.3), 0.0) == 2
+
+
+def test_where_sizes_differ_already_nothing_is_tried() -> None:
+    tuner = MicrobatchTuner(most=64)
+    see_steps(tuner, 16, 24)
+    assert tuner.next_count(4, rows(64), stages(4, 2, 0.3), 0.0) == 4
+
+
+def test_steps_with_prefill_tell_nothing_about_decode_steps() -> None:
+    tuner = MicrobatchTuner(most=64)
+    see_steps(tuner, 16)
+    tuner.see(1, StepWork(500, 10_000, 20))
+    assert tuner.next_count(4, rows(64), stages(4, 2, 0.3), 0.0) == 2
+
+
+def test_a_single_sequence_has_nothing_to_try() -> None:
+    tuner = MicrobatchTuner(most=64)
+    see_steps(tuner, 1)
+    assert [tuner.next_count(1, rows(1), stages(2, 2, 0.3), 0.0) for _ in range(4)] == [1] * 4
+
+
+def test_one_microbatch_at_most_stays_one() -> None:
+    tuner = MicrobatchTuner(most=1)
+    see_steps(tuner, 8)
+    assert tuner.next_count(1, rows(8), stages(2, 2, 0.3), 0.0) == 1

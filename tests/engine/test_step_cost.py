@@ -144,3 +144,18 @@ def test_whatever_is_measured_no_part_is_negative_and_each_is_finite(
     for work, seconds in measured:
         fit.add(work, seconds)
         assert all(0 <= part < 1e9 for part in vars(fit.cost).values())
+
+
+@pytest.mark.parametrize(("fixed_ms", "per_row_ms"), [(20.0, 0.0), (2.0, 0.3), (10.0, 0.1)])
+def test_a_few_steps_of_another_size_tell_the_fixed_part_from_the_rows(
+    fixed_ms: float, per_row_ms: float
+) -> None:
+    """As when the engine tries another number of microbatches after a long time with one."""
+    fit = CostFit()
+    for step in range(208):
+        # The context grows by a position a row and step.
+        rows = 32 if step < 200 else 64
+        fit.add(StepWork(rows, rows * (32 + step), rows), (fixed_ms + per_row_ms * rows) / 1e3)
+    for rows in (32, 64):
+        predicted = fit.cost.seconds(StepWork(rows, rows * 240, rows)) * 1e3
+        assert predicted == pytest.approx(fixed_ms + per_row_ms * rows, rel=0.04)

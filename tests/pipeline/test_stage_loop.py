@@ -186,6 +186,17 @@ def test_references_are_gathered_from_the_step_and_row_they_name() -> None:
     assert executor.inputs[1] == [40, 40, 9]
 
 
+def test_every_step_that_is_referred_to_is_waited_for() -> None:
+    first = [plan(0, prompt()), plan(1, prompt())]
+    rows = [
+        Row(0, [TokenRef(0, 0)], None, Yield.TOKEN),
+        Row(1, [TokenRef(1, 0)], None, Yield.TOKEN),
+    ]
+    trace = run(0, 2, [[*first, plan(2, *rows), Stop(0)]])
+    before = trace[: trace.index("forward 2")]
+    assert before[-2:] == ["wait feedback 0", "wait feedback 1"]
+
+
 def test_sends_older_than_a_window_are_completed_some_at_a_time() -> None:
     plans = [plan(step, chunk()) for step in range(13)]
     trace = run(0, 2, [[*plans, Stop(0)]], window=2)

@@ -33,10 +33,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Output tokens a second while all requests decode.
-
-    auto_from: with everything from the first request on, which includes finding the number.
-    """
+    """Output tokens a second while all requests decode, for auto once it had time to settle."""
 
     case: Case
     best_fixed: int
@@ -81,7 +78,12 @@ def compare(case: Case) -> Comparison:
     }
     best = max(fixed, key=lambda count: fixed[count])
     return Comparison(
-        case, best, fixed[best], auto.engine.scheduler.num_microbatches, auto_per_s, fixed[case.pp]
+        case,
+        best,
+        fixed[best],
+        auto.engine.scheduler.num_microbatches,
+        auto_per_s,
+        fixed[min(case.pp, most)],
     )
 
 

@@ -23,11 +23,18 @@ _MICROBATCH_COLOURS = (
 _WAIT_COLOUR = "grey"
 
 
-def write_trace(file: Path, timelines: Iterable[Timeline]) -> None:
-    """Write what trace_events() makes of the time lines. Raises OSError if that fails."""
-    events = trace_events(timelines)
+def write_trace(file: Path, timelines: Iterable[Timeline], title: str) -> None:
+    """Write what trace_events() makes of the time lines. Raises OSError if that fails.
+
+    title: what ran, such as that it was synthetic.
+    """
+    trace = {
+        "traceEvents": trace_events(timelines),
+        "displayTimeUnit": "ms",
+        "otherData": {"title": title},
+    }
     with file.open("w", encoding="utf-8") as out:
-        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, out, separators=(",", ":"))
+        json.dump(trace, out, separators=(",", ":"))
 
 
 def trace_events(timelines: Iterable[Timeline]) -> list[dict[str, Any]]:

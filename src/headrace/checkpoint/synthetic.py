@@ -11,14 +11,16 @@ from headrace.protocol.messages import SyntheticTime
 from headrace.protocol.model_config import ModelConfig, RopeConfig
 
 _VOCABULARY = 64
+_MOST_MS = 60_000
 
 
 def parse_stage_time(text: str) -> SyntheticTime:
     """The time that "FIXED+PER_ROW" gives in milliseconds; UsageError if it is something else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\+(\d+(?:\.\d+)?)", text.strip())
-    if match is None or float(match[1]) + float(match[2]) == 0:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\+([0-9]+(?:\.[0-9]+)?)", text.strip())
+    if match is None or not 0 < float(match[1]) + float(match[2]) <= _MOST_MS:
         raise UsageError(
-            f"{text!r} is not a stage's time such as 2+0.3: milliseconds a step, and a row"
+            f"{text[:80]!r} is not a stage's time such as 2+0.3: milliseconds a step, and a row, "
+            f"at most {_MOST_MS} in all"
         )
     return SyntheticTime(float(match[1]) / 1000, float(match[2]) / 1000)
 

@@ -46,6 +46,6 @@ def microbatches(
     if as_json:
         print(json.dumps({"pipeline": "synthetic, virtual time", "cases": rows}))
     else:
-        print("Synthetic stages and links, in virtual time:")
+        print("Synthetic stages and links, in virtual time, auto once it had time to settle:")
         print_rows(rows)
     return 0

@@ -63,6 +63,7 @@ def overlap(
             f"--pipeline-parallel-size must be at least 2, not {pipeline_parallel_size}: a single "
             "stage waits for no token"
         )
+    options.check_range("--pipeline-parallel-size", pipeline_parallel_size, 2, 64)
     batch = Batch(num_prompts, input_len, output_len, seed)
     sequences = min(max_num_seqs or min(256, max_num_batched_tokens), num_prompts)
     block_size = EngineConfig.block_size
@@ -93,10 +94,13 @@ def overlap(
         measured = measure_overlap(config, batch, rounds, say, timelines=wanted)
     if plot is not None:
         draw(plot, measured.title, measured.panels)
-    if trace is not None:
-        write_trace(trace, measured.timelines["deferred"])
     answer = rounded(measured.as_json())
-    print(json.dumps(answer)) if as_json else _print_answer(answer)
+    # First, so that a full disk does not lose them.
+    print(json.dumps(answer), flush=True) if as_json else _print_answer(answer)
+    if trace is not None:
+        write_trace(trace, measured.timelines["deferred"], measured.title)
+    if plot is not None:
+        draw(plot, measured.title, measured.panels)
     return 0
 
 

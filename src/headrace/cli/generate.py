@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.bench.trace import write_trace
+from headrace.checkpoint.locate import SYNTHETIC
 from headrace.cli import options
 from headrace.engine.request import FinishReason
 from headrace.errors import UsageError
@@ -138,7 +139,7 @@ def generate(
         answer = _answer(llm, ids, params, echo=not as_json)
         llm.settle()
         if trace is not None:
-            write_trace(trace, llm.timelines())
+            write_trace(trace, llm.timelines(), "; ".join([model, *_labels(llm)]))
         if as_json:
             print(json.dumps(_as_json(llm, ids, answer)))
         else:
@@ -229,16 +230,30 @@ def _as_json(llm: LLM, prompt: list[int], answer: _Answer) -> dict[str, Any]:
 
 
 def _emulation(llm: LLM) -> dict[str, Any]:
-    """What makes the figures those of another link than the machine's; empty if nothing does."""
-    if llm.config.link_emulation is None:
-        return {}
+    """What makes the figures those of no model, or of other links; empty if nothing does."""
     config = llm.config
-    return {
-        "emulated_link": {
+    found: dict[str, Any] = {}
+    if config.model.startswith(SYNTHETIC):
+        found["synthetic"] = True
+    if config.link_emulation is not None:
+        found["emulated_link"] = {
             "latency_ms": config.link_latency_ms,
             "bandwidth_mbps": config.link_bandwidth_mbps,
         }
-    }
+    return found
+
+
+def _labels(llm: LLM) -> list[str]:
+    """What a reader of the figures must know: that they are not those of a model and its links."""
+    labels = []
+    if llm.config.model.startswith(SYNTHETIC):
+        labels.append("synthetic: the stages only sleep, no model runs")
+    if llm.config.link_emulation is not None:
+        line = f"the links were emulated: {llm.config.link_latency_ms:g} ms one way"
+        if llm.config.link_bandwidth_mbps is not None:
+            line += f", {llm.config.link_bandwidth_mbps:g} Mbit/s"
+        labels.append(line)
+    return labels
 
 
 def _print_summary(llm: LLM, prompt: list[int], answer: _Answer) -> None:
@@ -263,8 +278,8 @@ def _print_summary(llm: LLM, prompt: list[int], answer: _Answer) -> None:
             f"{usage.peak_memory_bytes / 2**20:.0f} MiB",
         )
     console.print(table)
-    if emulated := _emulation(llm):
-        console.print(f"The links were emulated: {emulated['emulated_link']}", highlight=False)
+    if _labels(llm):
+        console.print("; ".join(_labels(llm)), highlight=False)
     if len(running.shares) > 1:
         console.print(
             "A single request goes from stage to stage: each waits while the others compute.",

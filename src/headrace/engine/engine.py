@@ -168,7 +168,7 @@ class Engine:
 
     def step(self, timeout_s: float = 1.0) -> list[OutputDelta]:
         """Send every plan the window has room for, then take what the stages answered."""
-        if self.scheduler.steps_in_flight == 0:
+        if not self._works:
             self._stall.progress(self.clock())
         while (plan := self.scheduler.plan()) is not None:
             self._works[plan.step] = self.scheduler.newest_work
@@ -344,12 +344,13 @@ class Engine:
 
     def _check_stall(self) -> list[OutputDelta]:
         """Raises StallError if the stages are stuck; else what came while they were asked."""
-        if self.scheduler.steps_in_flight == 0 or not self._stall.due(self.clock()):
+        if not self._works or not self._stall.due(self.clock()):
             return []
         timelines = self.pipeline.timelines(LINES_SHOWN, self._stall.answer_s)
         # A step may have ended meanwhile, after which its stages wait with good reason.
         deltas = self._take(self.pipeline.receive(_AFTERTHOUGHT_S))
-        now, due = self.clock(), self.scheduler.oldest_step_in_flight
+        # A step is over when every stage has reported on it.
+        now, due = self.clock(), next(iter(self._works), None)
         if due is not None and self._stall.due(now):
             scene = Scene(
                 now=now,

@@ -18,6 +18,8 @@ _LOOKS = 2
 # differ so many times, not longer ago than so many steps.
 _TELLING = 1.5
 _REMEMBERED_STEPS = 5000
+# Looks after which a trial ends in any case; steps of the old size are in flight when it begins.
+_TRIAL_LOOKS = 8
 
 
 def window_of(num_microbatches: int, num_stages: int) -> int:
@@ -61,8 +63,8 @@ def _fewest(rounds: list[float]) -> int:
 class MicrobatchTuner:
     """Says when to change the number of groups. Asked once a round of turns.
 
-    Where all decode steps so far were about the same size, it tries another number for a few
-    rounds, so that the fitted costs tell something about it.
+    Where all decode steps so far were about the same size, it tries another number until a step of
+    another size was measured, so that the fitted costs tell something about it.
     """
 
     most: int
@@ -70,11 +72,16 @@ class MicrobatchTuner:
     _trying: int = field(default=0, init=False)
     # The newest step with so many decode rows and nothing else.
     _seen: dict[int, int] = field(default_factory=dict, init=False)
+    _newest: int = field(default=0, init=False)
+    # Whether there was such a step since the last trial: without one another would tell nothing.
+    _may_try: bool = field(default=False, init=False)
 
     def see(self, step: int, work: StepWork) -> None:
         """A step was measured."""
-        if work.tokens == work.sampled:
+        self._newest = step
+        if work.tokens and work.tokens == work.sampled:
             self._seen[work.tokens] = step
+            self._may_try = True
 
     def next_count(
         self, current: int, work: StepWork, costs: Items[StepCost], link_s: float
@@ -83,11 +90,12 @@ class MicrobatchTuner:
         while."""
         if self._trying:
             self._trying -= 1
-            if self._trying:
+            if self._trying and self._ignorant:
                 return current
+            self._trying = 0
             return best_count(work, costs, link_s, self.most)
-        if self._ignorant(work):
-            self._trying = _LOOKS
+        if self._ignorant and self._may_try and work.tokens > 1 and self.most > 1:
+            self._trying, self._may_try = _TRIAL_LOOKS, False
             self._wanted.clear()
             return current // 2 if current > 1 else 2
         rounds = _all_rounds(work, costs, link_s, self.most)
@@ -106,11 +114,10 @@ class MicrobatchTuner:
         self._wanted.clear()
         return chosen
 
-    def _ignorant(self, work: StepWork) -> bool:
-        """Whether what steps of other sizes cost is a guess, although they could be tried."""
-        newest = max(self._seen.values(), default=0)
-        for rows in [r for r, step in self._seen.items() if step < newest - _REMEMBERED_STEPS]:
+    @property
+    def _ignorant(self) -> bool:
+        """Whether what decode steps of other sizes cost is a guess."""
+        old = self._newest - _REMEMBERED_STEPS
+        for rows in [rows for rows, step in self._seen.items() if step < old]:
             del self._seen[rows]
-        if not self._seen or work.tokens < 2 or self.most < 2:
-            return False
-        return max(self._seen) < _TELLING * min(self._seen)
+        return bool(self._seen) and max(self._seen) < _TELLING * min(self._seen)

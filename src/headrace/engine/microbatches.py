@@ -60,7 +60,7 @@ class Microbatches:
         self._turn = (group + 1) % len(self._groups)
 
     def resize(self, count: int) -> None:
-        """Spread the sequences over so many groups, moving no more of them than needed."""
+        """Spread the sequences evenly over so many groups; most stay where they are."""
         everyone = sum(len(group.sequences) for group in self._groups)
         room = [everyone // count + (n < everyone % count) for n in range(count)]
         moving = []
@@ -76,7 +76,6 @@ class Microbatches:
                 len(group.sequences) - size for group, size in zip(self._groups, room, strict=True)
             ]
             self._add(sequence, sizes.index(min(sizes)))
-        self._turn %= count
 
     def join(self, sequence: Sequence, current: int) -> None:
         """Take in a sequence that is prefilled: into the step's own group unless another has less

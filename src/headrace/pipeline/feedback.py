@@ -95,5 +95,7 @@ class Feedback:
     def encode(self, tokens: list[int], device: torch.device) -> torch.Tensor:
         """int32 [rows, 1 + WIDTH] with the tokens of the rows that sample, in row order; count 0
         for the others."""
+        if len(tokens) != len(self.rows):
+            raise ValueError(f"{len(tokens)} tokens were sampled for {len(self.rows)} rows")
         self._encoded[self.rows, 1] = tokens
         return torch.from_numpy(self._encoded).to(device)

@@ -31,6 +31,8 @@ from headrace.protocol.plan import Plan, samples, token_count
 
 # Sends that are completed together.
 _SENDS_AT_ONCE = 8
+# Beyond it sends are completed sooner than after a window.
+_HELD_BYTES = 64 * 2**20
 
 
 class Executor(Protocol):
@@ -141,7 +143,8 @@ class _Stage:
         self._next_step = 0
         self._ring = FeedbackRing(role.window, role.max_rows, executor.device)
         self._feedback_due: set[int] = set()
-        self._sent: dict[Channel, deque[int]] = {}
+        # Sends that are not completed: step and bytes.
+        self._sent: dict[Channel, deque[tuple[int, int]]] = {}
 
     def take_plans(self, wait: bool) -> Generator[Effect, Any, None]:
         """Take what arrived, and post the receives of every plan at once."""
@@ -243,9 +246,9 @@ class _Stage:
         """Complete everything that nobody waited for."""
         for step in sorted(self._feedback_due):
             yield from self._complete_feedback(step)
-        for channel, steps in self._sent.items():
-            while steps:
-                yield Wait(channel, steps.popleft())
+        for channel, sent in self._sent.items():
+            while sent:
+                yield Wait(channel, sent.popleft()[0])
 
     def _inputs(self, plan: Plan) -> Generator[Effect, Any, torch.Tensor]:
         if not self._role.first:
@@ -275,9 +278,13 @@ class _Stage:
     ) -> Generator[Effect, Any, None]:
         """Send, and now and then complete sends older than a window: their receivers are long past
         them, and many at a time cost less than one a step."""
-        steps = self._sent.setdefault(channel, deque())
-        if len(steps) >= self._role.window + _SENDS_AT_ONCE:
-            while steps and steps[0] <= step - self._role.window:
-                yield Wait(channel, steps.popleft())
+        sent = self._sent.setdefault(channel, deque())
+        keep = self._role.window
+        if sum(size for _, size in sent) > _HELD_BYTES:
+            # Large ones take long to compute: these, too, have left.
+            keep = min(keep, self._role.num_stages + 2)
+        if len(sent) >= keep + _SENDS_AT_ONCE:
+            while sent and sent[0][0] <= step - keep:
+                yield Wait(channel, sent.popleft()[0])
         yield Send(channel, step, tensor)
-        steps.append(step)
+        sent.append((step, tensor.nbytes))

@@ -7,7 +7,7 @@ messages. Simulations of the whole engine run on it, and searches that would tak
 from collections import deque
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -23,6 +23,7 @@ from headrace.pipeline.effects import (
     StepDone,
     TakePlans,
     Wait,
+    WorkKind,
 )
 from headrace.pipeline.ledger import Channel, Ledger, LedgerError, Tensors
 from headrace.pipeline.links import LinkError
@@ -33,7 +34,6 @@ from headrace.protocol import codec
 from headrace.protocol.messages import ActivityKind, Report, Result, Stop, Timeline
 from headrace.protocol.plan import Plan
 
-WorkKind = Literal["forward", "sample"]
 # Seconds that a stage takes for all of a step's work of one kind.
 ComputeTime = Callable[[int, Plan, WorkKind], float]
 
