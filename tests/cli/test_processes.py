@@ -33,8 +33,9 @@ def short_tmp() -> "tempfile.TemporaryDirectory[str]":
     return tempfile.TemporaryDirectory(prefix="hr-")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["loading", "generating"])
+@pytest.mark.parametrize(
+    ("moment", "number"), [("loading", signal.SIGINT), ("generating", signal.SIGTERM)]
+)
 def test_a_signal_ends_everything_within_two_seconds(
     short_tmp: "tempfile.TemporaryDirectory[str]", moment: str, number: signal.Signals
 ) -> None:
@@ -52,7 +53,7 @@ def test_a_signal_ends_everything_within_two_seconds(
         assert os.listdir(folder) == []
 
 
-@pytest.mark.parametrize("pause_s", [0.003, 0.03, 0.1])
+@pytest.mark.parametrize("pause_s", [0.003, 0.1])
 def test_a_second_signal_neither_hangs_nor_leaves_anything(
     short_tmp: "tempfile.TemporaryDirectory[str]", pause_s: float
 ) -> None:
@@ -66,7 +67,7 @@ def test_a_second_signal_neither_hangs_nor_leaves_anything(
         assert os.listdir(folder) == []
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_stage_ends_the_command_with_an_error_that_names_it(
     short_tmp: "tempfile.TemporaryDirectory[str]", victim: int
 ) -> None:
