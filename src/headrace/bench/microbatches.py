@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
+import torch
+
 from headrace.checkpoint.locate import SYNTHETIC
 from headrace.config import EngineConfig
 from headrace.launcher import VirtualEngine, launch_virtual
@@ -70,6 +72,8 @@ def cases(
 def compare(case: Case) -> Comparison:
     """Auto, and every fixed number of microbatches: all up to 16, from there on every second, from
     32 on every fourth, between which nothing changes."""
+    # With such small tensors a second thread is only waited for.
+    torch.set_num_threads(1)
     auto = _launch(case, None)
     auto_per_s = _rate(auto, case, _AUTO_LEN, _AUTO_PART)
     most = _config(case, None).most_microbatches
