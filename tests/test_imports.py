@@ -1,6 +1,8 @@
 """Who may import whom, and what must never be used: the house rules of docs/architecture.md."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,9 @@ def test_no_pickle_and_no_object_collectives(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     for name in ("_object_list", "all_gather_object", "send_pyobj", "recv_pyobj", "torch.load"):
         assert name not in text
+
+
+def test_the_engines_process_starts_without_torch() -> None:
+    """It takes seconds to import, on the cores on which the stages load meanwhile."""
+    code = "import sys, headrace.cli, headrace.launcher; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

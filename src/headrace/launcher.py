@@ -3,8 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from headrace.checkpoint.config import config_from_gguf, config_from_huggingface
 from headrace.checkpoint.gguf_file import read_gguf
@@ -34,11 +33,12 @@ from headrace.pipeline.partition import (
     parse_layer_partition,
     stage_shares,
 )
-from headrace.pipeline.synthetic import SyntheticExecutor
-from headrace.pipeline.virtual_links import VirtualClock, VirtualNetwork
-from headrace.pipeline.virtual_stages import VirtualStages
 from headrace.protocol.messages import LinkEmulation, Loaded, Loading, StageConfig, SyntheticTime
 from headrace.protocol.model_config import ModelConfig, StageShare
+
+if TYPE_CHECKING:
+    from headrace.pipeline.virtual_links import VirtualClock
+    from headrace.pipeline.virtual_stages import VirtualStages
 
 # Seconds for the stages to meet, which has nothing to do with how long a step may take.
 _START_TIMEOUT = 60.0
@@ -145,8 +145,8 @@ class VirtualEngine:
     """An engine whose stages exist in virtual time only. clock: theirs."""
 
     engine: Engine
-    stages: VirtualStages
-    clock: VirtualClock
+    stages: "VirtualStages"
+    clock: "VirtualClock"
 
 
 def launch_virtual(config: EngineConfig) -> VirtualEngine:
@@ -154,6 +154,13 @@ def launch_virtual(config: EngineConfig) -> VirtualEngine:
 
     Links take what the config's emulation says, and no time without; plans and results take none.
     """
+    # Stages in this very process need torch, which takes seconds to import: not for real ones.
+    import torch
+
+    from headrace.pipeline.synthetic import SyntheticExecutor
+    from headrace.pipeline.virtual_links import VirtualClock, VirtualNetwork
+    from headrace.pipeline.virtual_stages import VirtualStages
+
     stage_time = parse_stage_time(config.model.removeprefix(SYNTHETIC))
     num_stages = config.pipeline_parallel_size
     model_config = synthetic_config(num_stages)

@@ -14,9 +14,8 @@ import torch
 
 from headrace.errors import PipelineError
 from headrace.pipeline.cpus import split_cpus
-from headrace.pipeline.load import load_model, model_executor
+from headrace.pipeline.load import load_model, stage_executor
 from headrace.pipeline.stage_loop import Executor
-from headrace.pipeline.synthetic import SyntheticExecutor
 from headrace.protocol.messages import StageConfig
 from headrace.protocol.plan import Plan, samples, token_count
 
@@ -102,11 +101,7 @@ def _inputs(config: StageConfig, tokens: int) -> torch.Tensor:
 def load_executor(config: StageConfig, num_blocks: int) -> Executor:
     """The stage's share of the model with its cache, as in the pipeline."""
     device = torch.device("cpu")
-    if config.synthetic is not None:
-        return SyntheticExecutor(
-            config.synthetic, config.model_config.hidden_size, getattr(torch, config.dtype), device
-        )
-    return model_executor(config, load_model(config, device, lambda _: None), num_blocks, device)
+    return stage_executor(config, load_model(config, device, lambda _: None), num_blocks, device)
 
 
 def _run() -> None:

@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.bench.microbatches import cases, compare
 from headrace.checkpoint.synthetic import parse_stage_time
 from headrace.cli import options
 from headrace.cli.printing import print_rows, progress, rounded
@@ -31,6 +30,9 @@ def microbatches(
 ) -> int:
     """Auto, m = pp and the best of all fixed numbers of microbatches, on synthetic stages in
     virtual time."""
+    # Only here: it brings in all of torch.
+    from headrace.bench.microbatches import cases, compare
+
     for value in pipeline_parallel_size:
         options.check_range("--pipeline-parallel-size", value, 2, 64)
     for value in num_prompts:

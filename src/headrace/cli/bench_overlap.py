@@ -2,12 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, cast
 
 import typer
 
 from headrace.bench.batch_run import Batch
-from headrace.bench.overlap import Setting, measure_overlap
 from headrace.bench.plot import check_matplotlib, draw
 from headrace.bench.trace import write_trace
 from headrace.checkpoint.locate import SYNTHETIC
@@ -54,6 +53,9 @@ def overlap(
     debug: options.Debug = False,
 ) -> int:
     """The same requests with deferred and with blocking token feedback, interleaved."""
+    # Only here: it brings in all of torch.
+    from headrace.bench.overlap import measure_overlap
+
     options.check_range("--num-prompts", num_prompts, 1, 100_000)
     options.check_range("--input-len", input_len, 1, 1_000_000)
     options.check_range("--output-len", output_len, 2, 1_000_000)
@@ -123,7 +125,9 @@ def _print_answer(answer: dict[str, Any]) -> None:
         f"requests at once, {answer['input_len']} tokens in, {answer['output_len']} out, "
         f"rounds: {answer['rounds']}"
     )
-    settings: dict[str, dict[str, Any]] = {name: answer[name] for name in get_args(Setting)}
+    settings: dict[str, dict[str, Any]] = {
+        name: answer[name] for name in ("deferred", "blocking", "blocking_best")
+    }
     print_rows(
         [
             {

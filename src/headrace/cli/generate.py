@@ -278,8 +278,8 @@ def _print_summary(llm: LLM, prompt: list[int], answer: _Answer) -> None:
             f"{usage.peak_memory_bytes / 2**20:.0f} MiB",
         )
     console.print(table)
-    if _labels(llm):
-        console.print("; ".join(_labels(llm)), highlight=False)
+    if labels := _labels(llm):
+        console.print("; ".join(labels), highlight=False)
     if len(running.shares) > 1:
         console.print(
             "A single request goes from stage to stage: each waits while the others compute.",

@@ -10,8 +10,15 @@ from typing import Any, Literal
 
 import torch
 
-from headrace.pipeline.ledger import Channel
-from headrace.protocol.messages import Result
+from headrace.pipeline.ledger import Channel, Tensors
+from headrace.protocol.messages import ActivityKind, Result
+
+
+def wait_kind(channel: Channel, stage: int) -> ActivityKind:
+    """What a stage's wait for a transfer of this channel is called."""
+    if channel.source == stage:
+        return "send_wait"
+    return "feedback_wait" if channel.tensors is Tensors.FEEDBACK else "activation_wait"
 
 
 @dataclass(frozen=True, slots=True)

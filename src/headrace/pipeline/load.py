@@ -10,14 +10,20 @@ from headrace.errors import StartError
 from headrace.model.llama import LlamaStage, load_llama
 from headrace.model.weights import open_tensors
 from headrace.pipeline.executor import ModelExecutor
+from headrace.pipeline.stage_loop import Executor
+from headrace.pipeline.synthetic import SyntheticExecutor
 from headrace.protocol.messages import StageConfig
 
 
 def load_model(
     config: StageConfig, device: torch.device, on_progress: Callable[[float], None]
-) -> LlamaStage:
-    """The weights of the stage's layers. on_progress: told the part that is done, from 0 to 1."""
-    assert config.model_kind != "synthetic"
+) -> LlamaStage | None:
+    """The weights of the stage's layers; None if it is synthetic.
+
+    on_progress: told the part that is done, from 0 to 1.
+    """
+    if config.model_kind == "synthetic":
+        return None
     source = open_tensors(
         ModelFiles(Path(config.model_path), config.model_kind), config.model_config
     )
@@ -33,10 +39,16 @@ def load_model(
         )
 
 
-def model_executor(
-    config: StageConfig, model: LlamaStage, num_blocks: int, device: torch.device
-) -> ModelExecutor:
-    """The model with a cache of so many blocks; StartError if there is no memory for them."""
+def stage_executor(
+    config: StageConfig, model: LlamaStage | None, num_blocks: int, device: torch.device
+) -> Executor:
+    """What runs the loaded model with a cache of so many blocks; StartError if there is no memory
+    for them."""
+    if model is None:
+        assert config.synthetic is not None
+        return SyntheticExecutor(
+            config.synthetic, config.model_config.hidden_size, getattr(torch, config.dtype), device
+        )
     try:
         return ModelExecutor(
             model=model,

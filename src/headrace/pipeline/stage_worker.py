@@ -22,18 +22,17 @@ from headrace.pipeline.effects import (
     StepDone,
     TakePlans,
     Wait,
+    wait_kind,
 )
 from headrace.pipeline.executor import cache_bytes_per_block
-from headrace.pipeline.ledger import Channel, Ledger, Tensors
+from headrace.pipeline.ledger import Channel, Ledger
 from headrace.pipeline.links import Link, LinkError, Rendezvous, connect, disconnect
-from headrace.pipeline.load import load_model, model_executor
+from headrace.pipeline.load import load_model, stage_executor
 from headrace.pipeline.stage_loop import Executor, StageRole, stage_loop
-from headrace.pipeline.synthetic import SyntheticExecutor
 from headrace.pipeline.timeline import StageTimeline
 from headrace.pipeline.watch import answer_when_asked
 from headrace.protocol import codec
 from headrace.protocol.messages import (
-    ActivityKind,
     CacheConfig,
     Failure,
     FromStage,
@@ -46,12 +45,6 @@ from headrace.protocol.messages import (
     ToStage,
 )
 from headrace.protocol.plan import Plan
-
-_WAIT_OF: dict[Tensors, ActivityKind] = {
-    Tensors.FEEDBACK: "feedback_wait",
-    Tensors.ACTIVATIONS: "activation_wait",
-}
-
 
 # One step in so many has its transfers watched, on all stages the same: enough to know how long
 # links take.
@@ -137,12 +130,10 @@ def drive(
                 ledger.open(channel, step, links[channel].send(tensor), tensor)
                 timeline.end(time.monotonic())
             case Wait(channel, step):
-                incoming = channel.target == timeline.stage
-                wait_kind = _WAIT_OF[channel.tensors] if incoming else "send_wait"
-                timeline.begin(wait_kind, step, time.monotonic())
+                timeline.begin(wait_kind(channel, timeline.stage), step, time.monotonic())
                 value, at = ledger.wait(channel, step, link_timeout)
                 timeline.end(time.monotonic())
-                if incoming and at is not None:
+                if channel.target == timeline.stage and at is not None:
                     timeline.arrived(step, at)
             case Compute(kind, step, work):
                 timeline.begin(kind, step, time.monotonic())
@@ -198,19 +189,15 @@ def run_stage(config: StageConfig, control: ControlSocket, timeline: StageTimeli
 
 def _executor(config: StageConfig, control: ControlSocket, device: torch.device) -> Executor:
     """What computes this stage's steps, with its weights and its cache."""
-    if config.synthetic is not None:
-        control.send(Loaded(config.stage, weight_bytes=0, cache_bytes_per_block=1))
-        _receive_cache_config(control)
-        return SyntheticExecutor(
-            config.synthetic, config.model_config.hidden_size, getattr(torch, config.dtype), device
-        )
     model = load_model(
         config, device, lambda done: control.send(Loading(config.stage, "weights", done))
     )
-    control.send(
-        Loaded(config.stage, model.weight_bytes, cache_bytes_per_block(model, config.block_size))
-    )
-    return model_executor(config, model, _receive_cache_config(control).num_blocks, device)
+    # A synthetic stage keeps nothing in its cache.
+    weights, block = 0, 1
+    if model is not None:
+        weights, block = model.weight_bytes, cache_bytes_per_block(model, config.block_size)
+    control.send(Loaded(config.stage, weights, block))
+    return stage_executor(config, model, _receive_cache_config(control).num_blocks, device)
 
 
 def _receive_cache_config(control: ControlSocket) -> CacheConfig:

@@ -24,14 +24,15 @@ from headrace.pipeline.effects import (
     TakePlans,
     Wait,
     WorkKind,
+    wait_kind,
 )
-from headrace.pipeline.ledger import Channel, Ledger, LedgerError, Tensors
+from headrace.pipeline.ledger import Channel, Ledger, LedgerError
 from headrace.pipeline.links import LinkError
 from headrace.pipeline.stage_loop import Executor, StageRole, stage_loop
 from headrace.pipeline.timeline import StageTimeline
 from headrace.pipeline.virtual_links import VirtualClock, VirtualNetwork, VirtualTransfer
 from headrace.protocol import codec
-from headrace.protocol.messages import ActivityKind, Report, Result, Stop, Timeline
+from headrace.protocol.messages import Report, Result, Stop, Timeline
 from headrace.protocol.plan import Plan
 
 # Seconds that a stage takes for all of a step's work of one kind.
@@ -258,7 +259,7 @@ class _Stage:
                 self._start(channel, step, self._links[channel].send, tensor)
                 self.timeline.end(now)
             case Wait(channel, step):
-                self.timeline.begin(self._wait_kind(channel), step, now)
+                self.timeline.begin(wait_kind(channel, self._role.stage), step, now)
                 transfer = self._transfers.pop((channel, step), None)
                 if transfer is not None and not transfer.over:
                     transfer.watch(
@@ -308,11 +309,6 @@ class _Stage:
                     self._plans[message.step] = message
         self._inbox.clear()
         return messages
-
-    def _wait_kind(self, channel: Channel) -> ActivityKind:
-        if channel.source == self._role.stage:
-            return "send_wait"
-        return "feedback_wait" if channel.tensors is Tensors.FEEDBACK else "activation_wait"
 
     def _start(
         self,
