@@ -12,7 +12,8 @@ import torch
 from tokenizers import Tokenizer, models
 
 from headrace.engine.request import FinishReason
-from headrace.kernels.attention import AttentionBatch
+from headrace.kernels.batch import AttentionBatch
+from headrace.kernels.kv_cache import KvCache
 from headrace.protocol.model_config import ModelConfig, RopeConfig, StageShare
 from headrace.protocol.sampling_params import SamplingParams
 from headrace.sampling.sampler import waiting_times
@@ -67,14 +68,15 @@ class ToyModel:
         return self.share.samples
 
     def forward(
-        self, inputs: torch.Tensor, batch: AttentionBatch, caches: list[torch.Tensor]
+        self, inputs: torch.Tensor, batch: AttentionBatch, caches: list[KvCache]
     ) -> torch.Tensor:
         # Small arrays: numpy is several times faster than torch.
         values = inputs.flatten().numpy()
         index, tables = batch.cache_index.numpy(), batch.block_tables.numpy()
         for layer, cache in enumerate(caches, start=self.share.first_layer):
-            held = cache[0].numpy().squeeze((2, 3))
-            held.reshape(-1)[index] = values
+            size = cache.block_size
+            held = cache.keys.numpy()[:, 0, 0, :size, 0]
+            held[index // size, index % size] = values
             histories = held[tables].reshape(len(tables), -1).tolist()
             hashed: list[int] = []
             for history, length, context in zip(

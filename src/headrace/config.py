@@ -40,6 +40,9 @@ class EngineConfig:
         running.
     link_latency_ms, link_bandwidth_mbps: emulate links that take so long for a message, one way,
         and for so many megabits a second; for measuring.
+    cpu_threads: OpenMP threads of each stage; None for one on each of its cores. cpu_bind: auto for
+        disjoint cores, each thread pinned to one; none to pin nothing; or each stage's cores such
+        as "0-3|4-7".
     seed: base of the random numbers of requests without a seed.
     master_addr, master_port: where stages meet; port 0 picks a free one.
     stall_timeout: seconds in which nothing comes from the stages, and none computes, that end in an
@@ -63,6 +66,8 @@ class EngineConfig:
     num_microbatches: int | None = None
     link_latency_ms: float = 0.0
     link_bandwidth_mbps: float | None = None
+    cpu_threads: int | None = None
+    cpu_bind: str = "auto"
     seed: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int = 0
@@ -73,7 +78,7 @@ class EngineConfig:
             check_type(name, getattr(self, name), kind)
         for name in (
             "pipeline_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
-            "block_size", "num_microbatches",
+            "block_size", "num_microbatches", "cpu_threads",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:

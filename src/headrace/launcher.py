@@ -1,5 +1,6 @@
 """Brings up a whole engine: the one place that knows both the engine and the pipeline."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from headrace.engine.microbatch_count import MicrobatchTuner, window_of
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.errors import ModelError, UsageError
 from headrace.pipeline.cache_size import choose_num_blocks
-from headrace.pipeline.cpus import computes_bfloat16
+from headrace.pipeline.cpus import StageCpus, computes_bfloat16, stage_cpus
 from headrace.pipeline.launch import StageProcesses, bind_master
 from headrace.pipeline.partition import (
     balanced_layers,
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from headrace.pipeline.virtual_links import VirtualClock
     from headrace.pipeline.virtual_stages import VirtualStages
 
+_log = logging.getLogger(__name__)
+
 # Seconds for the stages to meet, which has nothing to do with how long a step may take.
 _START_TIMEOUT = 60.0
 
@@ -51,6 +54,7 @@ class RunningEngine:
     engine: Engine
     stages: StageProcesses
     stage_configs: list[StageConfig]
+    cpus: list[StageCpus]
     tokenizer: Tokenizer
     model_config: ModelConfig
     shares: list[StageShare]
@@ -74,6 +78,7 @@ def launch(
     shares = _shares(config, model_config)
     max_model_len = _max_model_len(config, model_config)
     dtype = _dtype(config, model_config)
+    cpus = stage_cpus(config.pipeline_parallel_size, config.cpu_threads, config.cpu_bind)
     # Only stages on several ranks meet, and only they need an address.
     pipelined = config.pipeline_parallel_size > 1
     master = bind_master(config.master_addr, config.master_port) if pipelined else None
@@ -103,7 +108,7 @@ def launch(
             )
             for number, share in enumerate(shares)
         ]
-        stages = StageProcesses(stage_configs)
+        stages = StageProcesses(stage_configs, cpus)
     finally:
         if master:
             master.close()
@@ -112,6 +117,8 @@ def launch(
         tokenizer = load_tokenizer()
         _check_vocabulary(files, tokenizer, model_config)
         loaded = stages.wait_loaded(on_progress)
+        for note in sorted({stage.note for stage in loaded if stage.note}):
+            _log.warning(note)
         num_blocks = choose_num_blocks(
             [stage.cache_bytes_per_block for stage in loaded],
             config.block_size,
@@ -129,6 +136,7 @@ def launch(
         engine=engine,
         stages=stages,
         stage_configs=stage_configs,
+        cpus=cpus,
         tokenizer=tokenizer,
         model_config=model_config,
         shares=shares,

@@ -13,6 +13,7 @@ from headrace.checkpoint.gguf_file import read_gguf
 from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.errors import PipelineError
+from headrace.pipeline.cpus import StageCpus
 from headrace.pipeline.partition import stage_shares
 from headrace.protocol.messages import Result, StageConfig
 from headrace.protocol.plan import Plan, Sampling, Yield, token_count
@@ -138,4 +139,10 @@ def test_a_process_that_fails_says_why(
     python.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(PipelineError, match="stage 1 alone failed: no memory"):
-        seconds_alone(stage_config(checkpoint, 1), BLOCKS, [], complete_plans(1))
+        seconds_alone(
+            stage_config(checkpoint, 1),
+            StageCpus(cpus=[], threads=1),
+            BLOCKS,
+            [],
+            complete_plans(1),
+        )

@@ -135,6 +135,15 @@ def bad_partition(folder: Path) -> tuple[list[str], str]:
     return arguments, "adds up to 5, the model has 4 layers"
 
 
+def no_threads(folder: Path) -> tuple[list[str], str]:
+    return ["--model", "smollm2", "--cpu-threads", "0"], "--cpu-threads must be at least 1, not 0"
+
+
+def cores_of_more_stages(folder: Path) -> tuple[list[str], str]:
+    arguments = ["--model", tiny_file(folder), "--cpu-bind", "0|0"]
+    return arguments, "--cpu-bind 0|0 has 2 parts, --pipeline-parallel-size is 1"
+
+
 def cache_too_small(folder: Path) -> tuple[list[str], str]:
     arguments = ["--model", tiny_file(folder), "--kv-cache-memory", "1000"]
     return arguments, "not enough memory for the cache"
@@ -206,6 +215,8 @@ WRONG_USAGE = [
     more_positions_than_the_model_has,
     more_stages_than_layers,
     bad_partition,
+    no_threads,
+    cores_of_more_stages,
     size_that_is_none,
     blocks_too_long,
     prompt_of_broken_text,

@@ -13,7 +13,8 @@ from headrace.checkpoint.config import config_from_gguf, config_from_huggingface
 from headrace.checkpoint.gguf_file import read_gguf
 from headrace.checkpoint.locate import ModelFiles, locate_model
 from headrace.errors import ModelError
-from headrace.kernels.attention import AttentionBatch
+from headrace.kernels.batch import AttentionBatch
+from headrace.kernels.kv_cache import new_cache
 from headrace.model.llama import load_llama
 from headrace.model.rope import inverse_frequencies
 from headrace.model.weights import open_tensors
@@ -98,7 +99,8 @@ def logits(files: ModelFiles, config: ModelConfig) -> torch.Tensor:
     batch = AttentionBatch(
         places, places, torch.tensor([[0]]), torch.tensor([0, 10]), torch.tensor([10]), [10], [10]
     )
-    caches = [torch.zeros(2, 1, 16, config.num_kv_heads, config.head_dim) for _ in model.layers]
+    sizes = 1, 16, config.num_kv_heads, config.head_dim
+    caches = [new_cache(*sizes, torch.float32, torch.device("cpu")) for _ in model.layers]
     with torch.inference_mode():
         return model.logits(model.forward(places * 7 + 3, batch, caches))
 

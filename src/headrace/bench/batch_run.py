@@ -32,15 +32,19 @@ class Batch:
             numbers.choices(range(vocab_size), k=self.input_len) for _ in range(self.num_prompts)
         ]
 
+    def max_model_len(self, block_size: int) -> int:
+        """Positions of a request in whole blocks, and a block more, since the scheduler keeps one
+        free for each that decodes: so a cache holds all of this load, and not much else."""
+        return (-(-(self.input_len + self.output_len) // block_size) + 1) * block_size
+
 
 @dataclass(frozen=True)
 class BatchRun:
     """What a run showed. plans: all of it, from an empty pipeline to an empty one.
 
-    began: when the first plan left, on time.monotonic's clock. seconds: from then to the last
-    step's result. num_microbatches: that most of
-    its steps were planned with. step_ends: when the last stage was done with each step that has
-    rows, in seconds of its clock.
+    began: when the requests were handed in, on time.monotonic's clock. seconds: from then until the
+    last token was handed out. num_microbatches: that most of its steps were planned with.
+    step_ends: when the last stage was done with each step that has rows, in seconds of its clock.
     """
 
     plans: list[Plan]
@@ -88,19 +92,23 @@ def run_batch(engine: Engine, batch: Batch) -> BatchRun:
     pipeline = engine.pipeline
     recorder = _Recorder(pipeline, engine.scheduler)
     engine.usage = [StageUsage() for _ in engine.usage]
-    for prompt in batch.prompts(engine.vocab_size):
-        engine.add(prompt, params)
+    prompts = batch.prompts(engine.vocab_size)
     output_tokens = 0
+    began = ended = time.monotonic()
+    for prompt in prompts:
+        engine.add(prompt, params)
     engine.pipeline = recorder
     try:
         while not engine.settled:
-            output_tokens += sum(delta.token is not None for delta in engine.step())
+            if tokens := sum(delta.token is not None for delta in engine.step()):
+                output_tokens += tokens
+                ended = time.monotonic()
     finally:
         engine.pipeline = pipeline
     return BatchRun(
         plans=recorder.plans,
-        began=recorder.first_plan_at,
-        seconds=recorder.last_result_at - recorder.first_plan_at,
+        began=began,
+        seconds=ended - began,
         output_tokens=output_tokens,
         num_microbatches=Counter(recorder.counts).most_common(1)[0][0],
         step_ends=recorder.ends_on(len(engine.usage) - 1),
@@ -122,23 +130,15 @@ class _Recorder:
     plans: list[Plan] = field(default_factory=list, init=False)
     counts: list[int] = field(default_factory=list, init=False)
     reports: list[Report] = field(default_factory=list, init=False)
-    first_plan_at: float = field(default=0.0, init=False)
-    last_result_at: float = field(default=0.0, init=False)
 
     def send(self, plan: Plan) -> None:
-        if not self.plans:
-            self.first_plan_at = time.monotonic()
         self.plans.append(plan)
         self.counts.append(self.scheduler.num_microbatches)
         self.pipeline.send(plan)
 
     def receive(self, timeout_s: float) -> list[Result | Report]:
         messages = self.pipeline.receive(timeout_s)
-        for message in messages:
-            if isinstance(message, Report):
-                self.reports.append(message)
-            elif message.tokens:
-                self.last_result_at = time.monotonic()
+        self.reports += [message for message in messages if isinstance(message, Report)]
         return messages
 
     def timelines(self, last: int, timeout_s: float) -> list[Timeline]:

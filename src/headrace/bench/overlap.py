@@ -1,12 +1,12 @@
 """What deferred token feedback gains over blocking: the same requests, interleaved, in one run."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from headrace.bench.batch_run import Batch, BatchRun, median_run, run_batch
 from headrace.bench.plot import Panel
+from headrace.bench.running import running_engine
 from headrace.bench.stage_alone import seconds_alone
 from headrace.checkpoint.locate import SYNTHETIC
 from headrace.config import EngineConfig
@@ -14,7 +14,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.microbatch_count import best_count, round_seconds
 from headrace.engine.step_cost import StepWork
 from headrace.errors import PipelineError
-from headrace.launcher import RunningEngine, launch
+from headrace.launcher import RunningEngine
 from headrace.protocol.messages import Timeline
 
 Setting = Literal["deferred", "blocking", "blocking_best"]
@@ -136,7 +136,7 @@ def measure_overlap(
     """
     pp = config.pipeline_parallel_size
     runs: dict[Setting, list[BatchRun]] = {setting: [] for setting in get_args(Setting)}
-    with _pipeline("deferred", config, say) as deferred:
+    with running_engine(config, say, "deferred") as deferred:
         say("warm-up: deferred")
         warm_up = run_batch(deferred.engine, _shortened(batch, _WARM_UP))
         settled = warm_up.num_microbatches
@@ -144,7 +144,7 @@ def measure_overlap(
         # With room for every number of microbatches that is to be run.
         most = max(config.most_microbatches, *candidates)
         blocking_config = replace(config, token_feedback="blocking", num_microbatches=most)
-        with _pipeline("blocking", blocking_config, say) as blocking:
+        with running_engine(blocking_config, say, "blocking") as blocking:
             say("warm-up: blocking")
             _run_with(blocking.engine, settled, _shortened(batch, _TRIAL))
             trials: dict[int, float] = dict.fromkeys(candidates, 0.0)
@@ -176,7 +176,11 @@ def measure_overlap(
     stage = median.slowest_stage
     say(f"the same plans on stage {stage} alone")
     alone = seconds_alone(
-        deferred.stage_configs[stage], deferred.num_blocks, warm_up.plans, median.plans
+        deferred.stage_configs[stage],
+        deferred.cpus[stage],
+        deferred.num_blocks,
+        warm_up.plans,
+        median.plans,
     )
     return Overlap(
         config=config,
@@ -188,22 +192,6 @@ def measure_overlap(
         outlook=_outlook(deferred.engine, config, batch, median.num_microbatches),
         timelines=lines,
     )
-
-
-@contextmanager
-def _pipeline(
-    name: str, config: EngineConfig, say: Callable[[str], None]
-) -> Iterator[RunningEngine]:
-    """A pipeline that is ended afterwards: in order, or at once after an error."""
-    running = launch(
-        config, lambda m: say(f"{name} pipeline: stage {m.stage}, {m.phase} {m.fraction:.0%}")
-    )
-    try:
-        yield running
-    except BaseException:
-        running.stages.close(drain=False)
-        raise
-    running.stages.close(drain=True)
 
 
 def _shortened(batch: Batch, part: float) -> Batch:

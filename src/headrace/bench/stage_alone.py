@@ -3,8 +3,6 @@
 The stage gets a process of its own, on the cores and with the threads that it has in the pipeline.
 """
 
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -12,8 +10,8 @@ from collections.abc import Iterable
 import msgspec
 import torch
 
-from headrace.errors import PipelineError
-from headrace.pipeline.cpus import split_cpus
+from headrace.bench.alone import answer_alone
+from headrace.pipeline.cpus import StageCpus
 from headrace.pipeline.load import load_model, stage_executor
 from headrace.pipeline.stage_loop import Executor
 from headrace.protocol.messages import StageConfig
@@ -30,32 +28,19 @@ class _Task(msgspec.Struct, array_like=True):
 
 
 def seconds_alone(
-    config: StageConfig, num_blocks: int, warm_up: list[Plan], plans: list[Plan]
+    config: StageConfig,
+    cpus: StageCpus,
+    num_blocks: int,
+    warm_up: list[Plan],
+    plans: list[Plan],
 ) -> list[float]:
     """Seconds of model and sampler for each of the plans with rows, in order.
 
     Both lists are complete runs: they begin and end without a sequence on the stage. warm_up comes
     first and is not counted. Raises PipelineError if the process fails.
     """
-    cpus = split_cpus(config.num_stages)[config.stage]
     task = msgspec.msgpack.encode(_Task(config, num_blocks, warm_up, plans))
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "headrace.bench.stage_alone"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": str(max(1, len(cpus)))},
-    )
-    try:
-        if cpus:
-            os.sched_setaffinity(process.pid, cpus)
-        answer, complaints = process.communicate(task)
-    finally:
-        process.kill()
-        process.wait()
-    if process.returncode:
-        last = (complaints.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-        raise PipelineError(f"stage {config.stage} alone failed: {last}")
+    answer = answer_alone(__name__, config.stage, cpus, task)
     return msgspec.msgpack.decode(answer, type=list[float])
 
 

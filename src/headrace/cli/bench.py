@@ -8,14 +8,22 @@ import typer
 
 from headrace.bench.engine_cost import engine_cost
 from headrace.bench.figures import SETTINGS
+from headrace.cli.bench_latency import latency
 from headrace.cli.bench_microbatches import microbatches
+from headrace.cli.bench_overhead import overhead
 from headrace.cli.bench_overlap import overlap
+from headrace.cli.bench_roofline import roofline
+from headrace.cli.bench_throughput import throughput
 from headrace.cli.options import check_range
 from headrace.cli.printing import print_rows, rounded
 from headrace.errors import UsageError
 from headrace.protocol.checks import check_type
 
 app = typer.Typer(rich_markup_mode=None, help="Measure Headrace itself.")
+app.command()(throughput)
+app.command()(latency)
+app.command()(roofline)
+app.command()(overhead)
 app.command()(overlap)
 app.command()(microbatches)
 

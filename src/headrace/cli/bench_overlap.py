@@ -68,14 +68,12 @@ def overlap(
     options.check_range("--pipeline-parallel-size", pipeline_parallel_size, 2, 64)
     batch = Batch(num_prompts, input_len, output_len, seed)
     sequences = min(max_num_seqs or min(256, max_num_batched_tokens), num_prompts)
-    block_size = EngineConfig.block_size
     config = EngineConfig(
         model=_model(model, synthetic_stage_ms),
         pipeline_parallel_size=pipeline_parallel_size,
         layer_partition=layer_partition,
         dtype=cast(Any, dtype),
-        # So the cache is as large as this load needs, and no larger.
-        max_model_len=-(-(input_len + output_len) // block_size) * block_size,
+        max_model_len=batch.max_model_len(EngineConfig.block_size),
         max_num_seqs=sequences,
         max_num_batched_tokens=max_num_batched_tokens,
         kv_cache_memory=kv_cache_memory,

@@ -32,6 +32,14 @@ LinkLatencyMs = Annotated[
 LinkBandwidthMbps = Annotated[
     float | None, typer.Option(help="Emulate links of so many megabits a second.")
 ]
+CpuThreads = Annotated[
+    int | None,
+    typer.Option(help="OpenMP threads of each stage; default: one on each of its cores."),
+]
+CpuBind = Annotated[
+    str,
+    typer.Option(help="auto: disjoint cores, a thread each; none; or each stage's, as 0-3|4-7."),
+]
 Seed = Annotated[int, typer.Option(help="Base of the random numbers.")]
 MasterAddr = Annotated[str, typer.Option(help="Address where stages meet.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

@@ -27,6 +27,17 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     Console(width=None if Console().is_terminal else 160).print(table)
 
 
+def print_where(answer: dict[str, Any]) -> None:
+    """The machine and the versions of a bench's answer, in a line."""
+    machine = answer["machine"]
+    names = ", ".join(f"{name} {version}" for name, version in answer["versions"].items())
+    features = " ".join(machine["features"])
+    print(
+        f"{machine['cpu']}, {machine['cores']} cores ({features}), "
+        f"{machine['memory_gib']} GiB; {names}"
+    )
+
+
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
     """Shows on standard error what runs, if that is a terminal."""

@@ -1,1 +1,1 @@
-"""Kernels of the forward pass. Today each is its plain torch reference."""
+"""Kernels of the forward pass: native on CPUs, and for each a plain torch reference."""

@@ -1,27 +1,71 @@
-"""The small operations between matrix products."""
+"""The small operations between matrix products. Each fills out, contiguous, and returns it."""
 
 import torch
 import torch.nn.functional as F
 
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Root-mean-square norm over the last dimension, computed in float32 (arXiv 1910.07467)."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-    return weight * wide.to(x.dtype)
+from headrace.kernels import path, reference
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding (arXiv 2104.09864), halves paired as Hugging Face stores them.
+def embed(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Rows [T, hidden] of the table [vocab, hidden] for ids int64 [T], all below vocab."""
+    if not path.runs_native(table.device, table.dtype):
+        return out.copy_(F.embedding(ids, table))
+    assert path.native is not None
+    path.native.gather(
+        table.data_ptr(),
+        ids.data_ptr(),
+        out.data_ptr(),
+        len(ids),
+        table.stride(0) * table.itemsize,
+    )
+    return out
 
-    x: [T, heads, head_dim]; cos, sin: [T, head_dim / 2]. Returns the same shape as x.
-    """
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor
+) -> torch.Tensor:
+    """Root-mean-square norm of x [T, hidden] by rows, computed in float32, times weight [hidden]."""
+    if not path.runs_native(x.device, x.dtype):
+        return out.copy_(reference.rms_norm(x, weight, epsilon))
+    return _rms_norm(x, None, weight, epsilon, out)
 
 
-def silu_and_multiply(x: torch.Tensor) -> torch.Tensor:
-    """SiLU of the first half of the last dimension times the second half."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+def add_rms_norm(
+    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor
+) -> torch.Tensor:
+    """Add delta to x in place, both [T, hidden]; then as rms_norm."""
+    if not path.runs_native(x.device, x.dtype):
+        return out.copy_(reference.rms_norm(x.add_(delta), weight, epsilon))
+    return _rms_norm(x, delta, weight, epsilon, out)
+
+
+def silu_and_multiply(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """SiLU of the first half of each row of x [T, 2 width] times the second half: [T, width]."""
+    if not path.runs_native(x.device, x.dtype):
+        return out.copy_(reference.silu_and_multiply(x))
+    assert path.native is not None
+    path.native.silu_and_multiply(
+        x.data_ptr(), out.data_ptr(), x.shape[0], out.shape[1], x.dtype == torch.bfloat16
+    )
+    return out
+
+
+def _rms_norm(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    assert path.native is not None
+    path.native.rms_norm(
+        x.data_ptr(),
+        0 if delta is None else delta.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        x.shape[0],
+        x.shape[1],
+        epsilon,
+        x.dtype == torch.bfloat16,
+    )
+    return out

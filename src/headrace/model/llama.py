@@ -1,14 +1,15 @@
 """The Llama family: Llama 2 and 3, Mistral, SmolLM2."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 
-from headrace.kernels.attention import AttentionBatch, paged_attention, write_kv
-from headrace.kernels.elementwise import rms_norm, rotate, silu_and_multiply
-from headrace.model.linear import Linear
+from headrace.kernels.attention import paged_attention, rotate_and_write
+from headrace.kernels.batch import AttentionBatch
+from headrace.kernels.elementwise import add_rms_norm, embed, rms_norm, silu_and_multiply
+from headrace.kernels.kv_cache import KvCache
+from headrace.kernels.linear import Linear
 from headrace.model.rope import rotation_tables
 from headrace.model.weights import TensorSource
 from headrace.protocol.model_config import ModelConfig, StageShare
@@ -42,6 +43,7 @@ class LlamaStage:
     embedding: torch.Tensor | None
     final_norm: torch.Tensor | None
     head: Linear | None
+    _work: "_WorkBuffers" = field(default_factory=lambda: _WorkBuffers(), init=False, repr=False)
 
     @property
     def num_layers(self) -> int:
@@ -66,52 +68,78 @@ class LlamaStage:
         )
 
     def forward(
-        self, inputs: torch.Tensor, batch: AttentionBatch, caches: list[torch.Tensor]
+        self, inputs: torch.Tensor, batch: AttentionBatch, caches: list[KvCache]
     ) -> torch.Tensor:
         """Run the stage's layers on T tokens.
 
-        inputs: ids int64 [T] on the first stage, else activations [T, hidden]. caches: one per
-        layer, as in kernels.attention. Returns activations [T, hidden].
+        inputs: ids int64 [T] on the first stage, else activations [T, hidden], overwritten. caches:
+        one per layer. Returns activations [T, hidden].
         """
-        x = inputs if self.embedding is None else F.embedding(inputs, self.embedding)
-        cos = self.cos[batch.positions].to(self.dtype)
-        sin = self.sin[batch.positions].to(self.dtype)
+        tokens = len(inputs)
+        config, epsilon = self.config, self.config.rms_norm_epsilon
+        self._work.make_room(self, tokens)
+        normed, qkv, attended, gate_up, inner, delta = self._work.rows(tokens)
+        x = inputs
+        if self.embedding is not None:
+            # Not one of the buffers that stay: it becomes the activations, and may travel long.
+            x = embed(inputs, self.embedding, delta.new_empty(delta.shape))
+        heads = qkv.view(tokens, -1, config.head_dim)
+        by_head = attended.view(tokens, config.num_heads, config.head_dim)
+        scale = config.head_dim**-0.5
+        added: torch.Tensor | None = None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = x + self._attend(layer, x, cos, sin, batch, cache)
-            x = x + self._feed_forward(layer, x)
-        return x
+            if added is None:
+                rms_norm(x, layer.attention_norm, epsilon, normed)
+            else:
+                add_rms_norm(x, added, layer.attention_norm, epsilon, normed)
+            mixed = layer.qkv(normed, qkv)
+            if mixed is not qkv:
+                heads = mixed.view(tokens, -1, config.head_dim)
+            rotate_and_write(heads, self.cos, self.sin, cache, batch)
+            paged_attention(heads, cache, batch, scale, config.sliding_window, None, by_head)
+            added = layer.attention_out(attended, delta)
+            add_rms_norm(x, added, layer.mlp_norm, epsilon, normed)
+            added = layer.down(silu_and_multiply(layer.gate_up(normed, gate_up), inner), delta)
+        assert added is not None
+        return x.add_(added)
 
     def logits(self, activations: torch.Tensor) -> torch.Tensor:
         """Scores over the vocabulary, [rows, vocab], of the given rows [rows, hidden]."""
         assert self.final_norm is not None
         assert self.head is not None
-        return self.head(rms_norm(activations, self.final_norm, self.config.rms_norm_epsilon))
+        normed = torch.empty_like(activations)
+        rms_norm(activations, self.final_norm, self.config.rms_norm_epsilon, normed)
+        return self.head(normed, normed.new_empty(len(normed), self.head.out_features))
 
-    def _attend(
-        self,
-        layer: Layer,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        batch: AttentionBatch,
-        cache: torch.Tensor,
-    ) -> torch.Tensor:
-        config = self.config
-        mixed = layer.qkv(rms_norm(x, layer.attention_norm, config.rms_norm_epsilon))
-        heads = mixed.view(len(x), -1, config.head_dim)
-        query, key, value = torch.split(
-            heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1
-        )
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        write_kv(key, value, cache, batch)
-        attended = paged_attention(
-            query, cache, batch, config.head_dim**-0.5, config.sliding_window
-        )
-        return layer.attention_out(attended.flatten(1))
 
-    def _feed_forward(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        normed = rms_norm(x, layer.mlp_norm, self.config.rms_norm_epsilon)
-        return layer.down(silu_and_multiply(layer.gate_up(normed)))
+class _WorkBuffers:
+    """What layers pass on within a step; all use the same memory, and so do all steps."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+
+    def make_room(self, stage: LlamaStage, tokens: int) -> None:
+        """For steps of up to so many tokens."""
+        if self._buffers and len(self._buffers[0]) >= tokens:
+            return
+        config, layer = stage.config, stage.layers[0]
+        widths = (
+            config.hidden_size,
+            layer.qkv.out_features,
+            layer.attention_out.in_features,
+            layer.gate_up.out_features,
+            layer.down.in_features,
+            config.hidden_size,
+        )
+        device = stage.cos.device
+        self._buffers = [
+            torch.empty(tokens, width, dtype=stage.dtype, device=device) for width in widths
+        ]
+
+    def rows(self, tokens: int) -> list[torch.Tensor]:
+        """The first rows of each: normed, q k v, attended, gate and up, their product, a layer's
+        output."""
+        return [buffer[:tokens] for buffer in self._buffers]
 
 
 def load_llama(

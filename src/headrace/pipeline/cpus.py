@@ -1,19 +1,125 @@
-"""Which cores each stage of this machine runs on."""
+"""Which cores each stage of this machine runs on, and with how many OpenMP threads."""
 
 import itertools
 import os
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.errors import UsageError
+from headrace.pipeline.cpu_quota import cpu_quota
+from headrace.protocol.checks import shortened
 
 
-def split_cpus(num_stages: int) -> list[list[int]]:
-    """Disjoint cores for each stage, of those this process may use.
+@dataclass(frozen=True)
+class StageCpus:
+    """Where a stage computes. cpus: its cores, none if it is not pinned. threads: OpenMP's."""
 
-    With more stages than cores all lists are empty: nothing is pinned.
+    cpus: list[int]
+    threads: int
+
+
+def stage_cpus(num_stages: int, threads: int | None, bind: str) -> list[StageCpus]:
+    """Cores and threads of each stage, as --cpu-threads and --cpu-bind want them.
+
+    threads: of each stage; None for one on each of its cores. bind: auto for disjoint shares of
+    what usable_cpus() finds; none for the threads of auto, not pinned; or each stage's cores, such
+    as "0-3|4-7". With more stages than cores, auto pins nothing. Raises UsageError for anything
+    else, and for cores that this process may not use.
     """
-    cpus = sorted(os.sched_getaffinity(0))
+    allowed = os.sched_getaffinity(0)
+    if bind in ("auto", "none"):
+        shares = split_cpus(usable_cpus(allowed, cpu_quota()), num_stages)
+    else:
+        shares = parse_cpu_bind(bind, num_stages, allowed)
+    return [
+        StageCpus(cpus=[] if bind == "none" else share, threads=threads or max(1, len(share)))
+        for share in shares
+    ]
+
+
+def usable_cpus(
+    allowed: Collection[int],
+    quota: float | None,
+    topology: Path = Path("/sys/devices/system/cpu"),
+) -> list[int]:
+    """Those of the allowed CPUs that are worth a thread each, in ascending order.
+
+    One of each core, since its hardware threads share the arithmetic units; and no more than the
+    quota (in CPUs) has time for, but one at least: threads that use it up are all stopped until the
+    next period.
+    """
+    cores = [
+        cpu
+        for cpu in sorted(allowed)
+        if cpu == min(cpu, *(s for s in _siblings(cpu, topology) if s in allowed))
+    ]
+    return cores if quota is None else cores[: max(1, int(quota))]
+
+
+def split_cpus(cpus: list[int], num_stages: int) -> list[list[int]]:
+    """Disjoint shares of the cores, as even as can be; all empty with more stages than cores."""
     if num_stages > len(cpus):
         return [[] for _ in range(num_stages)]
     bounds = [len(cpus) * stage // num_stages for stage in range(num_stages + 1)]
     return [cpus[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def parse_cpu_bind(text: str, num_stages: int, allowed: Collection[int]) -> list[list[int]]:
+    """Each stage's cores, in ascending order, from a list such as "0-3|4-7" or "0,2|1,3".
+
+    Raises UsageError if it is none, does not fit the stages, or names a core that is not allowed.
+    """
+    try:
+        parts = [_ranges(part) for part in text.split("|")]
+    except ValueError:
+        raise UsageError(
+            f"--cpu-bind {shortened(text)} is neither auto nor none nor a list of each stage's "
+            "cores such as 0-3|4-7"
+        ) from None
+    if len(parts) != num_stages:
+        raise UsageError(
+            f"--cpu-bind {text} has {len(parts)} parts, --pipeline-parallel-size is {num_stages}"
+        )
+    for cpu in itertools.chain(*itertools.chain(*parts)):
+        if cpu not in allowed:
+            raise UsageError(
+                f"--cpu-bind {text}: this process may not use core {cpu}, only {_as_list(allowed)}"
+            )
+    return [sorted(set(itertools.chain(*part))) for part in parts]
+
+
+def _ranges(text: str) -> list[range]:
+    """Of a list such as 0-3,8 as Linux writes it; ValueError if it is none."""
+    ranges = []
+    for part in text.split(","):
+        match = re.fullmatch(r" *([0-9]{1,9})(?:-([0-9]{1,9}))? *", part)
+        found = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
+        if not found:
+            raise ValueError(part)
+        ranges.append(found)
+    return ranges
+
+
+def _as_list(cpus: Collection[int]) -> str:
+    """The other way round."""
+    parts: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if parts and parts[-1][-1] == cpu - 1:
+            parts[-1].append(cpu)
+        else:
+            parts.append([cpu])
+    return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+
+
+def _siblings(cpu: int, topology: Path) -> list[int]:
+    """The hardware threads of the CPU's core; itself alone if the system does not tell."""
+    try:
+        text = (topology / f"cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii")
+        return list(itertools.chain(*_ranges(text.strip())))
+    except (OSError, ValueError):
+        return [cpu]
 
 
 def computes_bfloat16() -> bool:

@@ -1,7 +1,6 @@
 """A stage's model with its per-slot state: turns plans into batches and runs them."""
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -9,7 +8,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from headrace.kernels.attention import AttentionBatch
+from headrace.kernels.batch import AttentionBatch
+from headrace.kernels.kv_cache import KvCache, bytes_per_block, new_cache
 from headrace.pipeline.stage_loop import PlanOrderError
 from headrace.protocol.messages import RowLogprobs, TokenLogprobs
 from headrace.protocol.model_config import ModelConfig
@@ -36,9 +36,9 @@ class StageModel(Protocol):
         """Whether this part ends in logits."""
 
     def forward(
-        self, inputs: torch.Tensor, batch: AttentionBatch, caches: list[torch.Tensor]
+        self, inputs: torch.Tensor, batch: AttentionBatch, caches: list[KvCache]
     ) -> torch.Tensor:
-        """Ids int64 [T] or activations [T, hidden] to activations [T, hidden]."""
+        """Ids int64 [T] or activations [T, hidden], overwritten, to activations [T, hidden]."""
 
     def logits(self, activations: torch.Tensor) -> torch.Tensor:
         """Activations [rows, hidden] to scores [rows, vocab]."""
@@ -50,14 +50,10 @@ _PROMPT_LOGPROBS_AT_ONCE = 128
 
 @dataclass
 class _Slot:
-    """A running sequence on this stage. next_position: the first position not computed yet.
-
-    sampling is there on the last stage only.
-    """
+    """A running sequence on this stage. sampling is there on the last stage only."""
 
     admission: Admission
     sampling: SlotSampling | None
-    next_position: int
     num_blocks: int = 0
 
 
@@ -74,17 +70,20 @@ class ModelExecutor:
     block_size: int
     max_blocks: int
     device: torch.device
-    _caches: list[torch.Tensor] = field(init=False)
+    _caches: list[KvCache] = field(init=False)
     _block_tables: np.ndarray = field(init=False)
+    # By slot, the first position that is not computed yet; -1 for slots that nobody has.
+    _next_positions: np.ndarray = field(init=False)
     _slots: dict[int, _Slot] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         config = self.model.config
-        shape = (2, self.num_blocks, self.block_size, config.num_kv_heads, config.head_dim)
+        sizes = self.num_blocks, self.block_size, config.num_kv_heads, config.head_dim
         self._caches = [
-            _zeros(shape, self.model.dtype, self.device) for _ in range(self.model.num_layers)
+            new_cache(*sizes, self.model.dtype, self.device) for _ in range(self.model.num_layers)
         ]
         self._block_tables = np.zeros((self.max_num_seqs, self.max_blocks), dtype=np.int64)
+        self._next_positions = np.full(self.max_num_seqs, -1, dtype=np.int64)
 
     @property
     def asynchronous(self) -> bool:
@@ -114,7 +113,9 @@ class ModelExecutor:
         """Scores [sampling rows, vocab], each after its row's last token."""
         ends = itertools.accumulate(len(row.inputs) for row in plan.rows)
         last = [end - 1 for row, end in zip(plan.rows, ends, strict=True) if row_samples(row)]
-        return self.model.logits(activations[last])
+        if len(last) < len(activations):
+            activations = activations[last]
+        return self.model.logits(activations)
 
     def sample(self, plan: Plan, logits: torch.Tensor) -> torch.Tensor:
         """Tokens of the sampling rows, int64 [sampling rows]."""
@@ -140,6 +141,7 @@ class ModelExecutor:
         for number in plan.released:
             self._slot(number)
             del self._slots[number]
+            self._next_positions[number] = -1
 
     def activations_buffer(self, tokens: int) -> torch.Tensor:
         """A new buffer for activations [tokens, hidden] of the model's dtype."""
@@ -154,7 +156,8 @@ class ModelExecutor:
         sampling = None
         if self.model.samples:
             sampling = SlotSampling(admission, self.model.config.vocab_size)
-        self._slots[admission.slot] = _Slot(admission, sampling, admission.computed)
+        self._slots[admission.slot] = _Slot(admission, sampling)
+        self._next_positions[admission.slot] = admission.computed
 
     def _sampling_rows(self, plan: Plan) -> Iterator[tuple[int, SlotSampling]]:
         """The rows that sample, by number."""
@@ -208,22 +211,26 @@ class ModelExecutor:
         return slot
 
     def _batch(self, plan: Plan) -> AttentionBatch:
-        starts = []
-        for row in plan.rows:
-            slot = self._slot(row.slot)
-            if row.start is not None and row.start != slot.next_position:
-                raise PlanOrderError(
-                    f"step {plan.step} starts slot {row.slot} at position {row.start}, "
-                    f"it is at {slot.next_position}"
-                )
-            starts.append(slot.next_position)
-            slot.next_position += len(row.inputs)
-        lengths = np.array([len(row.inputs) for row in plan.rows], dtype=np.int64)
-        firsts = np.array(starts, dtype=np.int64)
+        rows = plan.rows
+        slots = np.array([row.slot for row in rows], dtype=np.int64)
+        query_lens = [len(row.inputs) for row in rows]
+        lengths = np.array(query_lens, dtype=np.int64)
+        starts = self._next_positions[slots]
+        if starts.min() < 0:
+            slot = int(slots[starts.argmin()])
+            raise PlanOrderError(f"the plan names slot {slot}, which nobody has")
+        given = np.array([-1 if row.start is None else row.start for row in rows], dtype=np.int64)
+        wrong = (given >= 0) & (given != starts)
+        if wrong.any():
+            row = int(wrong.argmax())
+            raise PlanOrderError(
+                f"step {plan.step} starts slot {slots[row]} at position {given[row]}, "
+                f"it is at {starts[row]}"
+            )
+        contexts = starts + lengths
+        self._next_positions[slots] = contexts
         bounds = np.concatenate(([0], np.cumsum(lengths)))
-        positions = np.arange(bounds[-1]) + np.repeat(firsts - bounds[:-1], lengths)
-        slots = np.array([row.slot for row in plan.rows], dtype=np.int64)
-        contexts = firsts + lengths
+        positions = np.arange(bounds[-1]) + np.repeat(starts - bounds[:-1], lengths)
         used = -(-int(contexts.max()) // self.block_size)
         tables = self._block_tables[slots, :used]
         blocks = self._block_tables[np.repeat(slots, lengths), positions // self.block_size]
@@ -233,7 +240,7 @@ class ModelExecutor:
             block_tables=self._tensor(tables),
             query_starts=self._tensor(bounds),
             context_lens=self._tensor(contexts),
-            query_lens=lengths.tolist(),
+            query_lens=query_lens,
             context_list=contexts.tolist(),
         )
 
@@ -241,19 +248,8 @@ class ModelExecutor:
         return torch.from_numpy(array).to(self.device)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, not garbage: a masked place must not hold a NaN, which would survive the mask.
-
-    On CPUs through numpy, whose zeros take no memory until they are written; torch's do.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
-
-
 def cache_bytes_per_block(model: StageModel, block_size: int) -> int:
     """Bytes that one block takes on this stage, keys and values of all its layers."""
     config = model.config
-    per_layer = 2 * block_size * config.num_kv_heads * config.head_dim * model.dtype.itemsize
-    return per_layer * model.num_layers
+    sizes = block_size, config.num_kv_heads, config.head_dim
+    return bytes_per_block(*sizes, model.dtype) * model.num_layers

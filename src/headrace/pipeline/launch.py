@@ -20,7 +20,8 @@ import zmq
 
 from headrace import errors
 from headrace.errors import HeadraceError, PipelineError, StartError
-from headrace.pipeline.cpus import split_cpus
+from headrace.pipeline.cpus import StageCpus
+from headrace.pipeline.pinning import start_process
 from headrace.pipeline.watch import ask, connect_watch
 from headrace.protocol import codec
 from headrace.protocol.messages import (
@@ -63,7 +64,7 @@ class _Stage:
 class StageProcesses:
     """The running stages, as the engine's Pipeline. Always close() it."""
 
-    def __init__(self, configs: list[StageConfig]) -> None:
+    def __init__(self, configs: list[StageConfig], cpus: list[StageCpus]) -> None:
         # Only this user may enter: the sockets in it have no other lock.
         self._folder = Path(tempfile.mkdtemp(prefix="headrace-"))
         self._context = zmq.Context()
@@ -75,7 +76,6 @@ class StageProcesses:
         self._stages: list[_Stage] = []
         self._epoch = configs[0].epoch
         try:
-            cpus = split_cpus(len(configs))
             for config in configs:
                 self._spawn(config, cpus[config.stage])
         except BaseException:
@@ -152,7 +152,7 @@ class StageProcesses:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._stages.clear()
 
-    def _spawn(self, config: StageConfig, cpus: list[int]) -> None:
+    def _spawn(self, config: StageConfig, cpus: StageCpus) -> None:
         address = f"ipc://{self._folder}/stage-{config.stage}"
         watch_address = f"ipc://{self._folder}/watch-{config.stage}"
         # The stage binds and this side connects, since a socket that is bound but has no peer yet
@@ -173,16 +173,16 @@ class StageProcesses:
         self._poller.register(endpoint, zmq.POLLIN)
         log = self._folder / f"stage-{config.stage}.log"
         environment = dict(os.environ)
-        environment["OMP_NUM_THREADS"] = str(max(1, len(cpus)))
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         inherited = [] if config.store_fd is None else [config.store_fd]
         with log.open("wb") as output:
-            process = subprocess.Popen(
+            process = start_process(
                 [sys.executable, "-P", "-m", _STAGE_MODULE, address, watch_address],
+                cpus,
+                environment,
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment,
                 pass_fds=inherited,
                 # A Ctrl-C in the terminal is for the engine, which then ends the stages.
                 start_new_session=True,
@@ -191,8 +191,6 @@ class StageProcesses:
         layers = f"layers {config.share.first_layer} to {config.share.end_layer - 1}"
         stage = _Stage(config.stage, process, endpoint, watch, log, layers, time.monotonic())
         self._stages.append(stage)
-        if cpus:
-            os.sched_setaffinity(process.pid, cpus)
         endpoint.send(codec.encode(config))
 
     def _send_all(self, message: ToStage) -> None:

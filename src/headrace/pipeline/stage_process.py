@@ -22,10 +22,18 @@ def main() -> int:
     # The engine ends its stages itself; a Ctrl-C meant for it must not race with that.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_engine, daemon=True).start()
+    # The gguf package would import it for tokenizers that no stage needs, and it may bring an
+    # OpenMP runtime of its own, to fight torch's for the cores.
+    sys.modules["sentencepiece"] = None  # type: ignore[assignment]
+    cpus = os.sched_getaffinity(0)
     # Only now, since torch takes seconds to import and the engine may be gone before.
     from headrace.pipeline.stage_worker import run
 
-    return run(sys.argv[1], sys.argv[2])
+    # OpenMP, which came with torch, has pinned this thread to one core, and would thereby confine
+    # to it all threads that are yet to come, those of sockets and links. So not before it computes.
+    cpu = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    return run(sys.argv[1], sys.argv[2], cpu)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 import zmq
 
 from headrace.errors import HeadraceError, PipelineError
+from headrace.kernels.path import choose_path, path_name
 from headrace.pipeline.effects import (
     Compute,
     Effect,
@@ -151,8 +152,10 @@ def drive(
                 reports.append(timeline.finish(time.monotonic()))
 
 
-def run_stage(config: StageConfig, control: ControlSocket, timeline: StageTimeline) -> None:
-    """Load, meet the other stages, run the loop to its end."""
+def run_stage(
+    config: StageConfig, control: ControlSocket, timeline: StageTimeline, cpus: set[int]
+) -> None:
+    """Load, meet the other stages, run the loop to its end on these cores."""
     device = torch.device("cpu")
     executor = _executor(config, control, device)
     rendezvous = Rendezvous(config.master_addr, config.master_port, config.store_fd)
@@ -176,6 +179,7 @@ def run_stage(config: StageConfig, control: ControlSocket, timeline: StageTimeli
     # What is there now stays: no need for the collector to walk through it again and again.
     gc.collect()
     gc.freeze()
+    os.sched_setaffinity(0, cpus)
     with torch.inference_mode():
         drive(
             stage_loop(role, executor),
@@ -189,6 +193,7 @@ def run_stage(config: StageConfig, control: ControlSocket, timeline: StageTimeli
 
 def _executor(config: StageConfig, control: ControlSocket, device: torch.device) -> Executor:
     """What computes this stage's steps, with its weights and its cache."""
+    note = choose_path()
     model = load_model(
         config, device, lambda done: control.send(Loading(config.stage, "weights", done))
     )
@@ -196,7 +201,7 @@ def _executor(config: StageConfig, control: ControlSocket, device: torch.device)
     weights, block = 0, 1
     if model is not None:
         weights, block = model.weight_bytes, cache_bytes_per_block(model, config.block_size)
-    control.send(Loaded(config.stage, weights, block))
+    control.send(Loaded(config.stage, weights, block, path_name(), note))
     return stage_executor(config, model, _receive_cache_config(control).num_blocks, device)
 
 
@@ -207,8 +212,11 @@ def _receive_cache_config(control: ControlSocket) -> CacheConfig:
     return message
 
 
-def run(control_address: str, watch_address: str) -> int:
-    """Run one stage, controlled and watched over two sockets; 0 only after an ordered stop."""
+def run(control_address: str, watch_address: str, cpus: set[int]) -> int:
+    """Run one stage, controlled and watched over two sockets; 0 only after an ordered stop.
+
+    cpus: where this thread computes, once all other threads are there.
+    """
     context = zmq.Context()
     control = ControlSocket(control_address, context)
     config = control.receive()
@@ -216,7 +224,7 @@ def run(control_address: str, watch_address: str) -> int:
     timeline = StageTimeline(config.epoch, config.stage)
     answer_when_asked(context, watch_address, timeline)
     try:
-        run_stage(config, control, timeline)
+        run_stage(config, control, timeline, cpus)
     except Exception as error:
         expected = isinstance(error, HeadraceError | LinkError)
         message = str(error) if expected else f"internal error: {type(error).__name__}: {error}"

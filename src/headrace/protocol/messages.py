@@ -76,11 +76,16 @@ class Loading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
 
 
 class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
-    """A stage holds its weights and says what they and a cache block take, in bytes."""
+    """A stage holds its weights and says what they and a cache block take, in bytes.
+
+    kernels: the path that its kernels take. note: what the user should know about that, if anything.
+    """
 
     stage: int
     weight_bytes: int
     cache_bytes_per_block: int
+    kernels: str
+    note: str | None
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):

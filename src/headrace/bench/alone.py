@@ -1,0 +1,33 @@
+"""A process on a stage's cores, with its threads and nothing beside it, that answers one task."""
+
+import os
+import subprocess
+import sys
+
+from headrace.errors import PipelineError
+from headrace.pipeline.cpus import StageCpus
+from headrace.pipeline.pinning import start_process
+
+
+def answer_alone(module: str, stage: int, cpus: StageCpus, task: bytes) -> bytes:
+    """What the module writes to standard output, run with the task on standard input.
+
+    Raises PipelineError, with the last line that it complained in, if the process fails.
+    """
+    process = start_process(
+        [sys.executable, "-P", "-m", module],
+        cpus,
+        os.environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        answer, complaints = process.communicate(task)
+    finally:
+        process.kill()
+        process.wait()
+    if process.returncode:
+        last = (complaints.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        raise PipelineError(f"stage {stage} alone failed: {last}")
+    return answer

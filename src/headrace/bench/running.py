@@ -1,0 +1,25 @@
+"""An engine that is up for as long as a bench measures it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from headrace.config import EngineConfig
+from headrace.launcher import RunningEngine, launch
+
+
+@contextmanager
+def running_engine(
+    config: EngineConfig, say: Callable[[str], None], name: str = ""
+) -> Iterator[RunningEngine]:
+    """Ended afterwards: in order, or at once after an error. say: told how it loads.
+
+    name: of the pipeline, where there are several. Raises what launch() raises.
+    """
+    prefix = f"{name} pipeline: " if name else ""
+    running = launch(config, lambda m: say(f"{prefix}stage {m.stage}, {m.phase} {m.fraction:.0%}"))
+    try:
+        yield running
+    except BaseException:
+        running.stages.close(drain=False)
+        raise
+    running.stages.close(drain=True)

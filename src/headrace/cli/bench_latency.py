@@ -1,0 +1,67 @@
+"""`headrace bench latency`: one request at a time."""
+
+import json
+from typing import Annotated, Any, cast
+
+import typer
+
+from headrace.bench.batch_run import Batch
+from headrace.bench.latency import measure_latency
+from headrace.cli import options
+from headrace.cli.printing import print_rows, print_where, progress, rounded
+from headrace.config import EngineConfig
+
+
+def latency(
+    model: options.Model = "smollm2",
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt, at random.")] = 32,
+    output_len: Annotated[int, typer.Option(help="Tokens that each answer has.")] = 128,
+    rounds: Annotated[int, typer.Option(help="Requests, one after the other.")] = 5,
+    pipeline_parallel_size: options.PipelineParallelSize = 1,
+    layer_partition: options.LayerPartition = None,
+    dtype: options.Dtype = "bfloat16",
+    cpu_threads: options.CpuThreads = None,
+    cpu_bind: options.CpuBind = "auto",
+    seed: options.Seed = 0,
+    as_json: options.AsJson = False,
+    debug: options.Debug = False,
+) -> int:
+    """One request at a time: tokens a second, time to the first token and between tokens."""
+    options.check_range("--input-len", input_len, 1, 1_000_000)
+    options.check_range("--output-len", output_len, 2, 1_000_000)
+    options.check_range("--rounds", rounds, 1, 1000)
+    batch = Batch(rounds, input_len, output_len, seed)
+    config = EngineConfig(
+        model=model,
+        pipeline_parallel_size=pipeline_parallel_size,
+        layer_partition=layer_partition,
+        dtype=cast(Any, dtype),
+        max_model_len=batch.max_model_len(EngineConfig.block_size),
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        cpu_threads=cpu_threads,
+        cpu_bind=cpu_bind,
+        seed=seed,
+    )
+    with progress() as say:
+        measured = measure_latency(config, batch, say)
+    answer = rounded(measured.as_json())
+    print(json.dumps(answer)) if as_json else _print_answer(answer)
+    return 0
+
+
+def _print_answer(answer: dict[str, Any]) -> None:
+    print(
+        f"{answer['model']}, pp={answer['pp']}, {answer['dtype']}: one request at a time, "
+        f"{answer['input_len']} tokens in, {answer['output_len']} out, rounds: {answer['rounds']}"
+    )
+    figures = ("output_tokens_per_s", "ttft_ms")
+    print_rows(
+        [
+            {"figure": name, "median": answer[name], "least": answer[f"{name}_min"],
+             "most": answer[f"{name}_max"]}
+            for name in figures
+        ]
+    )  # fmt: skip
+    print_rows([{key: answer[key] for key in ("token_ms_p50", "token_ms_p90", "token_ms_p99")}])
+    print_where(answer)

@@ -1,0 +1,64 @@
+"""`headrace bench roofline`: the machine's rates, and the limit they set to a load."""
+
+import json
+from typing import Annotated, Any, cast
+
+import typer
+
+from headrace.bench.batch_run import Batch
+from headrace.cli import options
+from headrace.cli.printing import print_rows, print_where, progress, rounded
+from headrace.protocol.checks import check_type
+
+
+def roofline(
+    model: options.Model = "smollm2",
+    num_prompts: Annotated[int, typer.Option(help="Requests, all at once.")] = 32,
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 256,
+    output_len: Annotated[int, typer.Option(help="Tokens that each answer has.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    rounds: Annotated[int, typer.Option(help="How often each rate is measured.")] = 5,
+    as_json: options.AsJson = False,
+    debug: options.Debug = False,
+) -> int:
+    """Rates of memory and of matrix products, and the shortest time they leave for a load."""
+    # Only here: it brings in all of torch.
+    from headrace.bench.roofline import Dtype, measure_roofline
+
+    options.check_range("--num-prompts", num_prompts, 1, 100_000)
+    options.check_range("--input-len", input_len, 1, 1_000_000)
+    options.check_range("--output-len", output_len, 1, 1_000_000)
+    options.check_range("--rounds", rounds, 1, 1000)
+    check_type("--dtype", dtype, Dtype)
+    batch = Batch(num_prompts, input_len, output_len, seed=0)
+    with progress() as say:
+        answer = rounded(measure_roofline(model, cast(Any, dtype), batch, rounds, say))
+    print(json.dumps(answer)) if as_json else _print_answer(answer)
+    return 0
+
+
+def _print_answer(answer: dict[str, Any]) -> None:
+    print(f"rates: medians of {answer['rounds']}, products of {answer['rows']} rows")
+    print_rows(
+        [
+            {key: rate[key] if key == "threads" else rate[key]["median"] for key in rate}
+            for rate in answer["rates"]
+        ]
+    )
+    limit = answer["limit"]
+    print(
+        f"{limit['model']}, {limit['dtype']} ({limit['arithmetic']} arithmetic): "
+        f"{limit['num_prompts']} requests at once, {limit['input_len']} tokens in, "
+        f"{limit['output_len']} out"
+    )
+    print_rows(
+        [
+            {"part": "prefill", "times": 1, **limit["prefill"]},
+            {"part": "decode step", "times": limit["decode_steps"], **limit["decode_step"]},
+        ]
+    )
+    print(
+        f"limit: {limit['seconds']:.4g} s, {limit['output_tokens_per_s']:.4g} output tokens a "
+        "second"
+    )
+    print_where(answer)

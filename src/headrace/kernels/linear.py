@@ -1,0 +1,100 @@
+"""Matrix products with weights laid out once, at load, for the device that runs them."""
+
+import platform
+
+import torch
+import torch.nn.functional as F
+
+from headrace.kernels import path
+
+
+# oneDNN 3.7 multiplies so many rows of bfloat16 more slowly than a few more: 32 rows by SmolLM2's
+# output projection took 7.0 ms on two cores with AMX, 33 rows 4.3 ms.
+_SLOW_ROWS = range(17, 33)
+
+
+class Linear:
+    """y = x W^T + b for W [out, in] and optional b [out].
+
+    On CPUs with arithmetic for dtype that only oneDNN uses (bfloat16 and float16 with AVX-512 or
+    AMX) W is packed for oneDNN. Other CPUs multiply by the native kernel, which keeps W in its
+    dtype and computes in float32: it reads half as much as float32 would, and each row's result is
+    the same, bit for bit, whatever other rows there are. Without native kernels, W is held in
+    float32 where the CPU has no arithmetic for dtype.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.dtype = dtype
+        on_cpu = weight.device.type == "cpu"
+        by_onednn = dtype != torch.float32 and computes_natively(dtype)
+        self._native = path.runs_native(weight.device, dtype) and not by_onednn
+        self._wide = on_cpu and not self._native and not computes_natively(dtype)
+        held = torch.float32 if self._wide else dtype
+        weight = weight.to(dtype).to(held)
+        self._bias = None if bias is None else bias.to(dtype).to(held)
+        self._packed = on_cpu and not self._native and _can_pack()
+        if self._native:
+            weight = _pack(weight)
+        elif self._packed:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self._weight = weight
+        self.nbytes = self.out_features * self.in_features * held.itemsize + (
+            0 if self._bias is None else self._bias.nbytes
+        )
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """x [T, in] of self.dtype to [T, out] of self.dtype, both contiguous.
+
+        Fills and returns out, or returns a new tensor where a library brings its own.
+        """
+        if self._native:
+            assert path.native is not None
+            path.native.linear(
+                x.data_ptr(),
+                self._weight.data_ptr(),
+                0 if self._bias is None else self._bias.data_ptr(),
+                out.data_ptr(),
+                x.shape[0],
+                self.out_features,
+                self.in_features,
+                self.dtype == torch.bfloat16,
+            )
+            return out
+        if self._wide:
+            x = x.float()
+        if not self._packed:
+            return F.linear(x, self._weight, self._bias).to(self.dtype)
+        rows = len(x)
+        if x.dtype == torch.bfloat16 and rows in _SLOW_ROWS:
+            x = F.pad(x, (0, 0, 0, _SLOW_ROWS.stop - rows))
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._weight, self._bias, "none", [], ""
+        )
+        return y[:rows].to(self.dtype)
+
+
+def computes_natively(dtype: torch.dtype) -> bool:
+    """Whether this CPU has products of dtype and oneDNN uses them."""
+    if dtype == torch.bfloat16:
+        # oneDNN takes bfloat16 on any CPU with AVX-512, but then converts it to multiply.
+        return bool(
+            torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+        )
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    assert path.native is not None
+    weight = weight.contiguous()
+    sizes = (*weight.shape, weight.dtype == torch.bfloat16)
+    packed = torch.empty(path.native.packed_size(*sizes), dtype=weight.dtype)
+    path.native.pack(weight.data_ptr(), packed.data_ptr(), *sizes)
+    return packed
+
+
+def _can_pack() -> bool:
+    return bool(torch._C._has_mkldnn) and platform.machine() == "x86_64"

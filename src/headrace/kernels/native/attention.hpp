@@ -1,0 +1,214 @@
+// Attention over the paged cache, for decode rows and prefill chunks alike.
+//
+// A tile is a few rows (token and query head) that share a key head. It takes its scores against
+// all positions first, then the softmax, then the weighted sum of values: each row's result follows
+// from its own token's position and context alone, bit for bit, in any batch and any chunking.
+#pragma once
+
+#include "kernels.hpp"
+#include "scratch.hpp"
+#include "simd.hpp"
+#include "tile.hpp"
+
+namespace {
+
+constexpr int64_t kKeysAtOnce = 16;
+static_assert(kKeysAtOnce % kPanel == 0 || kPanel % kKeysAtOnce == 0, "panels fit key groups");
+// Keys or values of one product: a panel, or less where a panel is wider than what lies together.
+constexpr int kWide = kPanel <= kKeysAtOnce ? 2 : 1;
+constexpr int kColumns = kWide * kLanes;
+
+// As multiply_add of tile.hpp, for one panel that may be a single vector wide; k need not be whole
+// pairs.
+template <int Rows, typename T>
+HEADRACE_INLINE void multiply_add_columns(F32 (&acc)[Rows][kWide], const float* a,
+                                          int64_t a_stride, const T* b, int64_t row_stride,
+                                          int64_t k) {
+  const auto add = [&](int64_t at, int half) __attribute__((always_inline)) {
+    F32 right[kWide];
+#pragma GCC unroll 2
+    for (int v = 0; v < kWide; v++) right[v] = part(b + v * kLanes * kPair<T>, half);
+#pragma GCC unroll 12
+    for (int row = 0; row < Rows; row++) {
+      const float left = a[row * a_stride + at];
+#pragma GCC unroll 2
+      for (int v = 0; v < kWide; v++) acc[row][v] += left * right[v];
+    }
+  };
+  int64_t at = 0;
+  for (; at + kPair<T> <= k; at += kPair<T>) {
+    add(at, 0);
+    if constexpr (kPair<T> == 2) add(at + 1, 1);
+    b += row_stride;
+  }
+  if (at < k) add(at, 0);
+}
+
+// One tile: rows first to first + Rows of a plan row and key head, counted token by token and
+// within a token by query head.
+struct Tile {
+  int64_t row, kv_head, first;
+};
+
+template <typename T>
+struct Attention {
+  const AttentionArgs& args;
+  int64_t group, per_head, per_block;
+
+  explicit Attention(const AttentionArgs& a)
+      : args(a),
+        group(a.heads / a.cache.kv_heads),
+        per_head(a.cache.block_rows * a.cache.head_dim),
+        per_block(per_head * a.cache.kv_heads) {}
+
+  int64_t position(const Tile& tile, int64_t row) const {
+    const int64_t tokens = args.query_starts[tile.row + 1] - args.query_starts[tile.row];
+    return args.context_lens[tile.row] - tokens + (tile.first + row) / group;
+  }
+
+  // The first position that the token at `position` attends to.
+  int64_t horizon(int64_t position) const {
+    return args.window && position >= args.window ? position - args.window + 1 : 0;
+  }
+
+  const int64_t* table(const Tile& tile) const {
+    return args.block_tables + tile.row * args.table_width;
+  }
+
+  int64_t token_and_head(const Tile& tile, int64_t row, int64_t& head) const {
+    head = tile.kv_head * group + (tile.first + row) % group;
+    return args.query_starts[tile.row] + (tile.first + row) / group;
+  }
+
+  void take_queries(const Tile& tile, int rows, float* queries) const {
+    const int64_t dim = args.cache.head_dim;
+    for (int row = 0; row < rows; row++) {
+      int64_t head;
+      const int64_t token = token_and_head(tile, row, head);
+      const T* q = static_cast<const T*>(args.q) + token * args.q_stride + head * dim;
+      for (int64_t d = 0; d < dim; d += kLanes)
+        store(queries + row * dim + d, load(q + d) * args.scale);
+    }
+  }
+
+  template <int Rows>
+  void score(const Tile& tile, const float* queries, float* scores, int64_t stride,
+             int64_t first_block, int64_t end_block) const {
+    const CacheShape& shape = args.cache;
+    for (int64_t block = first_block; block < end_block; block++) {
+      const T* keys = static_cast<const T*>(args.keys) + table(tile)[block] * per_block +
+                      tile.kv_head * per_head;
+      float* to = scores + (block - first_block) * shape.block_rows;
+      for (int64_t at = 0; at < shape.block_rows; at += kColumns) {
+        F32 acc[Rows][kWide] = {};
+        multiply_add_columns<Rows, T>(acc, queries, shape.head_dim, keys + at * kPair<T>,
+                                      shape.block_rows * kPair<T>, shape.head_dim);
+        for (int row = 0; row < Rows; row++)
+          for (int v = 0; v < kWide; v++) store(to + row * stride + at + v * kLanes, acc[row][v]);
+      }
+    }
+  }
+
+  // Scores to weights that still lack the division by what is returned. What lies outside
+  // low to high, and places of a block beyond its size, get weight 0.
+  float soften(float* scores, int64_t first_block, int64_t end_block, int64_t low, int64_t high,
+               int64_t head) const {
+    const int64_t size = args.cache.block_size, rows = args.cache.block_rows;
+    F32 tops = broadcast(-__builtin_inff());
+    for (int64_t block = first_block; block < end_block; block++) {
+      float* part = scores + (block - first_block) * rows;
+      const int64_t start = block * size;
+      if (start < low || start + rows > high + 1 || size != rows)
+        for (int64_t i = 0; i < rows; i++)
+          if (i >= size || start + i < low || start + i > high) part[i] = -__builtin_inff();
+      for (int64_t i = 0; i < rows; i += kLanes) tops = larger(tops, load(part + i));
+    }
+    float top = largest(tops);
+    if (args.sinks) top = larger(top, args.sinks[head]);
+    F32 sums = {};
+    const int64_t count = (end_block - first_block) * rows;
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const F32 weight = exponential(load(scores + i) - top);
+      store(scores + i, weight);
+      sums += weight;
+    }
+    float total = sum(sums);
+    if (args.sinks) total += exponential(broadcast(args.sinks[head] - top))[0];
+    return total;
+  }
+
+  template <int Rows>
+  void weigh(const Tile& tile, const float* weights, int64_t stride, const float* totals,
+             int64_t first_block, int64_t end_block) const {
+    const CacheShape& shape = args.cache;
+    const int64_t last = position(tile, Rows - 1);
+    for (int64_t d = 0; d < shape.head_dim; d += kColumns) {
+      F32 acc[Rows][kWide] = {};
+      for (int64_t block = first_block; block < end_block; block++) {
+        const T* values = static_cast<const T*>(args.values) + table(tile)[block] * per_block +
+                          tile.kv_head * per_head;
+        // No further than the last position: what lies behind may be another sequence's infinity,
+        // and 0 times that is no number.
+        multiply_add_columns<Rows, T>(acc, weights + (block - first_block) * shape.block_rows,
+                                      stride, values + d * kPair<T>, shape.head_dim * kPair<T>,
+                                      smaller(shape.block_size, last + 1 - block * shape.block_size));
+      }
+      for (int row = 0; row < Rows; row++) {
+        int64_t head;
+        const int64_t token = token_and_head(tile, row, head);
+        T* out = static_cast<T*>(args.out) + (token * args.heads + head) * shape.head_dim + d;
+        for (int v = 0; v < kWide; v++) store(out + v * kLanes, acc[row][v] / totals[row]);
+      }
+    }
+  }
+
+  template <int Rows>
+  void run(const Tile& tile) const {
+    const int64_t size = args.cache.block_size;
+    const int64_t last = position(tile, Rows - 1);
+    const int64_t first_block = horizon(position(tile, 0)) / size, end_block = last / size + 1;
+    const int64_t stride = (end_block - first_block) * args.cache.block_rows;
+    float* queries = scratch<float>(Rows * (args.cache.head_dim + stride));
+    float* scores = queries + Rows * args.cache.head_dim;
+    float totals[Rows];
+    take_queries(tile, Rows, queries);
+    score<Rows>(tile, queries, scores, stride, first_block, end_block);
+    for (int row = 0; row < Rows; row++) {
+      int64_t head;
+      token_and_head(tile, row, head);
+      const int64_t at = position(tile, row);
+      totals[row] =
+          soften(scores + row * stride, first_block, end_block, horizon(at), at, head);
+    }
+    weigh<Rows>(tile, scores, stride, totals, first_block, end_block);
+  }
+
+  template <int Rows>
+  void run_up_to(int64_t rows, const Tile& tile) const {
+    if constexpr (Rows > 1)
+      if (rows < Rows) return run_up_to<Rows - 1>(rows, tile);
+    run<Rows>(tile);
+  }
+};
+
+template <typename T>
+void attention(const AttentionArgs& args) {
+  const Attention<T> attention(args);
+  const int64_t tokens = args.query_starts[args.rows];
+  const int64_t kv_heads = args.cache.kv_heads;
+#pragma omp parallel if (tokens * args.heads > 8)
+  for (int64_t row = 0; row < args.rows; row++) {
+    const int64_t count =
+        (args.query_starts[row + 1] - args.query_starts[row]) * attention.group;
+    const int64_t tiles = (count + kMostRows - 1) / kMostRows;
+#pragma omp for collapse(2) schedule(dynamic) nowait
+    for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++)
+      // From the last, which has the most to attend to.
+      for (int64_t t = tiles - 1; t >= 0; t--) {
+        const int64_t first = count * t / tiles, end = count * (t + 1) / tiles;
+        attention.template run_up_to<kMostRows>(end - first, Tile{row, kv_head, first});
+      }
+  }
+}
+
+}  // namespace

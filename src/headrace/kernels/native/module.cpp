@@ -1,0 +1,108 @@
+// The Python module: kernels on addresses, and which path they take.
+//
+// Arguments are addresses and sizes, because taking a tensor apart costs more than many of these
+// kernels; kernels/*.py check shapes and types and are what others call.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <vector>
+
+#include "kernels.hpp"
+
+namespace nb = nanobind;
+
+namespace {
+
+using Address = uintptr_t;
+
+template <typename T = void>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Best last.
+std::vector<const Kernels*> usable_paths() {
+  std::vector<const Kernels*> paths{&kPortable};
+#ifdef HEADRACE_X86
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) paths.push_back(&kAvx2);
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    paths.push_back(&kAvx512);
+#endif
+  return paths;
+}
+
+const Kernels* path = usable_paths().back();
+
+std::vector<std::string> path_names() {
+  std::vector<std::string> names;
+  for (const Kernels* usable : usable_paths()) names.emplace_back(usable->name);
+  return names;
+}
+
+void use_path(const std::string& name) {
+  for (const Kernels* usable : usable_paths())
+    if (name == usable->name) {
+      path = usable;
+      return;
+    }
+  throw nb::value_error(("this CPU has no path " + name).c_str());
+}
+
+Type type_of(bool bfloat16) { return bfloat16 ? Type::kBfloat16 : Type::kFloat32; }
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.def("path_names", path_names, "The paths that this CPU can take, best last.");
+  m.def("use_path", use_path, "Take this path from now on; what was packed before is void.");
+  m.def("path_name", [] { return path->name; });
+
+  m.def("packed_size", [](int64_t outs, int64_t ins, bool bfloat16) {
+    const int64_t panels = (outs + path->panel - 1) / path->panel;
+    return panels * path->panel * (bfloat16 ? (ins + 1) / 2 * 2 : ins);
+  }, "Elements that pack() writes for a weight [outs, ins].");
+  m.def("pack", [](Address weight, Address packed, int64_t outs, int64_t ins, bool bfloat16) {
+    path->pack(at(weight), at(packed), outs, ins, type_of(bfloat16));
+  });
+  m.def("linear", [](Address x, Address packed, Address bias, Address y, int64_t rows, int64_t outs,
+                     int64_t ins, bool bfloat16) {
+    path->linear({at(x), at(packed), at(bias), at(y), rows, ins, outs, type_of(bfloat16)});
+  });
+  m.def("rms_norm", [](Address x, Address delta, Address weight, Address out, int64_t rows,
+                       int64_t width, float epsilon, bool bfloat16) {
+    path->rms_norm({at(x), at(delta), at(weight), at(out), rows, width, epsilon,
+                    type_of(bfloat16)});
+  });
+  m.def("silu_and_multiply", [](Address x, Address out, int64_t rows, int64_t width,
+                                bool bfloat16) {
+    path->silu_and_multiply(at(x), at(out), rows, width, type_of(bfloat16));
+  });
+  m.def("gather", [](Address table, Address ids, Address out, int64_t rows, int64_t row_bytes) {
+    path->gather(at(table), at<int64_t>(ids), at(out), rows, row_bytes);
+  });
+  m.def("argmax", [](Address logits, Address out, int64_t rows, int64_t width, bool bfloat16) {
+    path->argmax(at(logits), at<int64_t>(out), rows, width, type_of(bfloat16));
+  });
+  m.def("rotate_and_write", [](Address qkv, Address cos, Address sin, Address positions,
+                               Address cache_index, Address keys, Address values, int64_t tokens,
+                               int64_t heads, int64_t block_size, int64_t block_rows,
+                               int64_t kv_heads, int64_t head_dim, bool bfloat16) {
+    path->rotate_and_write({at(qkv), at<float>(cos), at<float>(sin), at<int64_t>(positions),
+                            at<int64_t>(cache_index), at(keys), at(values), tokens, heads,
+                            {block_size, block_rows, kv_heads, head_dim}, type_of(bfloat16)});
+  });
+  m.def("attention", [](Address q, int64_t q_stride, Address keys, Address values,
+                        Address block_tables, int64_t table_width, Address query_starts,
+                        Address context_lens, Address sinks, Address out, int64_t rows,
+                        int64_t heads, int64_t window, float scale, int64_t block_size,
+                        int64_t block_rows, int64_t kv_heads, int64_t head_dim, bool bfloat16) {
+    path->attention({at(q), q_stride, at(keys), at(values), at<int64_t>(block_tables), table_width,
+                     at<int64_t>(query_starts), at<int64_t>(context_lens), at<float>(sinks),
+                     at(out), rows, heads, window, scale,
+                     {block_size, block_rows, kv_heads, head_dim}, type_of(bfloat16)});
+  });
+}

@@ -1,0 +1,76 @@
+"""Which code the kernels run: a native path that this CPU has, or the torch reference."""
+
+import importlib
+import os
+from types import ModuleType
+
+# Imported first: the extension uses the OpenMP runtime that torch brings, and cannot be loaded
+# without one.
+import torch
+
+from headrace.errors import StartError
+
+_VARIABLE = "HEADRACE_KERNELS"
+REFERENCE = "torch"
+
+
+def _load() -> ModuleType | None:
+    try:
+        return importlib.import_module("headrace.kernels._native")
+    except ImportError:
+        return None
+
+
+native = _load()
+_path = REFERENCE if native is None else str(native.path_name())
+
+
+def paths() -> list[str]:
+    """What there is to choose from here, best last; the first is the torch reference."""
+    return [REFERENCE, *([] if native is None else native.path_names())]
+
+
+def use_path(name: str) -> None:
+    """Take this path from now on; weights that were packed and caches made before are void.
+
+    Raises StartError if there is no such path here.
+    """
+    global _path
+    if name not in paths():
+        raise StartError(
+            f"{_VARIABLE}={name}: this machine and installation have {', '.join(paths())}"
+        )
+    if native is not None and name != REFERENCE:
+        native.use_path(name)
+    _path = name
+
+
+def choose_path() -> str | None:
+    """Follow the environment variable HEADRACE_KERNELS if it is set.
+
+    Returns what the user should know about it once, if anything. Raises StartError for a path
+    that is not here.
+    """
+    wanted = os.environ.get(_VARIABLE)
+    if wanted:
+        use_path(wanted)
+    elif native is None:
+        return (
+            "native kernels are missing, torch takes their place, several times slower: install "
+            "a C++17 compiler, then headrace again"
+        )
+    return None
+
+
+def path_name() -> str:
+    """The path taken now."""
+    return _path
+
+
+def runs_native(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether native kernels work on such tensors."""
+    return (
+        _path != REFERENCE
+        and device.type == "cpu"
+        and dtype in (torch.float32, torch.bfloat16)
+    )

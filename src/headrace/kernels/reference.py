@@ -1,0 +1,118 @@
+"""The plain torch reference of every kernel: the meaning of the native ones, and their stand-in."""
+
+import torch
+import torch.nn.functional as F
+
+from headrace.kernels.batch import AttentionBatch
+from headrace.kernels.kv_cache import KvCache, read, write
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Root-mean-square norm over the last dimension, computed in float32 (arXiv 1910.07467)."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return weight * wide.to(x.dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding (arXiv 2104.09864), halves paired as Hugging Face stores them.
+
+    x: [T, heads, head_dim]; cos, sin: float32 [T, head_dim / 2]. Computed in float32.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
+
+
+def silu_and_multiply(x: torch.Tensor) -> torch.Tensor:
+    """SiLU of the first half of the last dimension times the second half."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotate_and_write(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: KvCache, batch: AttentionBatch
+) -> None:
+    """Rotate queries in place, and put rotated keys and values into the cache.
+
+    qkv: [T, heads + 2 kv_heads, head_dim]; cos, sin: float32 [positions, head_dim / 2].
+    """
+    heads = qkv.shape[1] - 2 * cache.kv_heads
+    cos, sin = cos[batch.positions], sin[batch.positions]
+    query, key, value = torch.split(qkv, [heads, cache.kv_heads, cache.kv_heads], dim=1)
+    query.copy_(rotate(query, cos, sin))
+    write(cache, batch.cache_index, rotate(key, cos, sin), value)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    cache: KvCache,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """See kernels.attention.paged_attention."""
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    starts = batch.query_starts.tolist()
+    # Rows that are worked on at once are padded to the longest: by powers of two, no row is padded
+    # to more than twice its length.
+    singles: dict[int, list[int]] = {}
+    for r, length in enumerate(batch.query_lens):
+        if length == 1:
+            singles.setdefault(batch.context_list[r].bit_length(), []).append(r)
+    for rows in singles.values():
+        tokens = [starts[r] for r in rows]
+        longest = max(batch.context_list[r] for r in rows)
+        tables = batch.block_tables[rows, : -(-longest // cache.block_size)]
+        keys, values = read(cache, tables)
+        lengths = batch.context_lens[rows, None]
+        places = torch.arange(keys.shape[1], device=query.device)
+        visible = places < lengths
+        if sliding_window is not None:
+            visible &= places >= lengths - sliding_window
+        # Places behind a row's end belong to others, and a masked infinity would make a NaN.
+        hidden = (places >= lengths)[:, :, None, None]
+        keys, values = keys.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
+        output[tokens] = _attend(
+            query[tokens].unsqueeze(1), keys, values, visible[:, None], scale, sinks
+        ).squeeze(1)
+    for r, length in enumerate(batch.query_lens):
+        if length > 1:
+            context = batch.context_list[r]
+            table = batch.block_tables[r, : -(-context // cache.block_size)]
+            keys, values = (x[None, :context] for x in read(cache, table))
+            places = torch.arange(context, device=query.device)
+            own = places[context - length :, None]
+            visible = places <= own
+            if sliding_window is not None:
+                visible &= places > own - sliding_window
+            chunk = slice(starts[r], starts[r + 1])
+            output[chunk] = _attend(query[None, chunk], keys, values, visible[None], scale, sinks)[0]
+    return output
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """query [R, t, heads, D], keys and values [R, n, kv_heads, D], visible [R, t, n]."""
+    query, keys, values = (x.transpose(1, 2) for x in (query, keys, values))
+    if sinks is None:
+        attended = F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=visible[:, None], scale=scale, enable_gqa=True
+        )
+        return attended.transpose(1, 2)
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))
+    scores = (query.float() * scale) @ keys.transpose(2, 3)
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    # A sink takes part in the softmax as one more position, which has no value.
+    extra = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.softmax(torch.cat((scores, extra), dim=-1), dim=-1)[..., :-1]
+    return (weights @ values).to(query.dtype).transpose(1, 2)

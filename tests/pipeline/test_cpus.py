@@ -1,0 +1,125 @@
+"""Cores are shared out evenly and disjointly, among those that are worth a thread."""
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.errors import UsageError
+from headrace.pipeline.cpus import (
+    StageCpus,
+    parse_cpu_bind,
+    split_cpus,
+    stage_cpus,
+    usable_cpus,
+)
+
+CPU_SETS = st.sets(st.integers(0, 300), min_size=1)
+
+
+@given(CPU_SETS, st.integers(1, 12))
+def test_shares_are_disjoint_and_even_and_use_every_core(cpus: set[int], num_stages: int) -> None:
+    shares = split_cpus(sorted(cpus), num_stages)
+    assert len(shares) == num_stages
+    if num_stages > len(cpus):
+        assert not any(shares)
+    else:
+        assert list(itertools.chain(*shares)) == sorted(cpus)
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@given(CPU_SETS, st.floats(0.01, 400))
+def test_a_quota_leaves_no_more_cores_than_it_has_time_for_but_one(
+    cpus: set[int], quota: float
+) -> None:
+    nowhere = Path("/nonexistent")
+    assert usable_cpus(cpus, None, nowhere) == sorted(cpus)
+    usable = usable_cpus(cpus, quota, nowhere)
+    assert usable == sorted(cpus)[: len(usable)]
+    assert len(usable) == min(len(cpus), max(1, int(quota)))
+
+
+@pytest.mark.parametrize(
+    ("siblings", "allowed", "expected"),
+    [
+        (["0,4", "1,5", "2,6", "3,7"], range(8), [0, 1, 2, 3]),
+        (["0-1", "2-3", "4-5"], range(6), [0, 2, 4]),
+        # The other thread of a core may be all that is left of it.
+        (["0,4", "1,5", "2,6", "3,7"], {1, 4, 5}, [1, 4]),
+        (["0", "1"], range(2), [0, 1]),
+        (["0-7"], {3, 5}, [3]),
+    ],
+)
+def test_each_core_counts_once_whatever_its_hardware_threads(
+    tmp_path: Path, siblings: list[str], allowed: set[int], expected: list[int]
+) -> None:
+    for text in siblings:
+        for cpus in parse_cpu_bind(text, 1, range(8)):
+            for cpu in cpus:
+                folder = tmp_path / f"cpu{cpu}/topology"
+                folder.mkdir(parents=True)
+                (folder / "thread_siblings_list").write_text(f"{text}\n", encoding="ascii")
+    assert usable_cpus(allowed, None, tmp_path) == expected
+
+
+@given(st.lists(st.sets(st.integers(0, 63), min_size=1), min_size=1, max_size=5))
+def test_an_explicit_list_is_taken_as_it_is(parts: list[set[int]]) -> None:
+    text = "|".join(",".join(map(str, part)) for part in parts)
+    assert parse_cpu_bind(text, len(parts), range(64)) == [sorted(part) for part in parts]
+
+
+def test_an_explicit_list_may_have_ranges() -> None:
+    assert parse_cpu_bind("0-3|4-5,7", 2, range(8)) == [[0, 1, 2, 3], [4, 5, 7]]
+    assert parse_cpu_bind("3, 0-1,1", 1, range(8)) == [[0, 1, 3]]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "|", "0|", "fast", "3-1", "-1", "0--1", "0,", "1.5", "0\n", "²", "0;1", "9" * 99]
+)
+def test_what_is_no_list_is_called_so_in_one_line(text: str) -> None:
+    with pytest.raises(UsageError, match="is neither auto nor none nor a list") as raised:
+        parse_cpu_bind(text, 1, range(8))
+    assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["0", "0|1|2"])
+def test_a_list_needs_a_part_for_each_stage(text: str) -> None:
+    with pytest.raises(UsageError, match=r"has . parts, --pipeline-parallel-size is 2"):
+        parse_cpu_bind(text, 2, range(8))
+
+
+@pytest.mark.parametrize(("text", "core"), [("0|2-5", 4), ("1|0-999999999", 4), ("7|0", 7)])
+def test_a_core_that_is_not_there_is_named(text: str, core: int) -> None:
+    message = f"may not use core {core}, only 0-3,9"
+    with pytest.raises(UsageError, match=message):
+        parse_cpu_bind(text, 2, {0, 1, 2, 3, 9})
+
+
+@pytest.fixture
+def one_core() -> Iterator[int]:
+    """This thread confined to a single core."""
+    before = os.sched_getaffinity(0)
+    last = max(before)
+    os.sched_setaffinity(0, {last})
+    yield last
+    os.sched_setaffinity(0, before)
+
+
+def test_stages_keep_to_the_cores_of_this_process(one_core: int) -> None:
+    assert stage_cpus(1, None, "auto") == [StageCpus([one_core], 1)]
+    assert stage_cpus(1, 3, "auto") == [StageCpus([one_core], 3)]
+    assert stage_cpus(2, None, "auto") == [StageCpus([], 1)] * 2
+    assert stage_cpus(1, None, "none") == [StageCpus([], 1)]
+    assert stage_cpus(2, 2, f"{one_core}|{one_core}") == [StageCpus([one_core], 2)] * 2
+    with pytest.raises(UsageError, match=f"may not use core {one_core + 1}, only {one_core}$"):
+        stage_cpus(1, None, str(one_core + 1))
+
+
+def test_none_has_the_threads_of_auto() -> None:
+    auto, none = stage_cpus(1, None, "auto"), stage_cpus(1, None, "none")
+    assert auto[0].threads == len(auto[0].cpus) == none[0].threads
+    assert none[0].cpus == []
