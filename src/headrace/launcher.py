@@ -24,6 +24,7 @@ from headrace.engine.engine import Engine, Pipeline
 from headrace.engine.microbatch_count import MicrobatchTuner, window_of
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.errors import ModelError, UsageError
+from headrace.kernels import has_native_kernels
 from headrace.pipeline.cache_size import choose_num_blocks
 from headrace.pipeline.cpus import StageCpus, computes_bfloat16, stage_cpus
 from headrace.pipeline.launch import StageProcesses, bind_master
@@ -302,7 +303,8 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 def _dtype(config: EngineConfig, model: ModelConfig) -> str:
     if config.dtype != "auto":
         return config.dtype
-    return "bfloat16" if model.dtype != "float32" and computes_bfloat16() else "float32"
+    fast = computes_bfloat16() or has_native_kernels()
+    return "bfloat16" if model.dtype != "float32" and fast else "float32"
 
 
 def _check_vocabulary(files: ModelFiles, tokenizer: Tokenizer, model: ModelConfig) -> None:

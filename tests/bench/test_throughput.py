@@ -55,6 +55,7 @@ def test_throughput_counts_every_token_of_every_round(
     assert answer["num_microbatches"] >= 1
     assert [stage["layers"] for stage in answer["stages"]] == [1, 3]
     assert all((stage["cpus"], stage["threads"]) == ([], 1) for stage in answer["stages"])
+    assert all(stage["kernels"] for stage in answer["stages"])
     assert all(0 < stage["busy_fraction"] <= 1 for stage in answer["stages"])
     check_where(answer)
     bench_throughput._print_answer(answer)
@@ -70,9 +71,11 @@ def test_latency_times_every_token_of_one_request_at_a_time(
         "--rounds", "3", "--dtype", "float32", "--json",
     )  # fmt: skip
     answer = json.loads(capsys.readouterr().out)
-    said = {"model": checkpoint, "pp": 1, "dtype": "float32", "rounds": 3, "layers": [4]}
+    said = {"model": checkpoint, "pp": 1, "dtype": "float32", "rounds": 3}
     assert {key: answer[key] for key in said} == said
     check_spread(answer, "output_tokens_per_s")
+    assert [stage["layers"] for stage in answer["stages"]] == [4]
+    assert all(stage["kernels"] for stage in answer["stages"])
     check_spread(answer, "ttft_ms")
     assert len(answer["output_tokens_per_s_rounds"]) == 3
     assert 0 < answer["token_ms_p50"] <= answer["token_ms_p90"] <= answer["token_ms_p99"]

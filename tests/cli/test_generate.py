@@ -33,7 +33,7 @@ def test_json_tells_tokens_text_timing_and_each_stage() -> None:
     assert set(answer["timing"]) == {"load_s", "first_token_s", "output_tokens_per_s"}
     assert all(value > 0 for value in answer["timing"].values())
     first, last = answer["stages"]
-    assert (first["layers"], last["layers"]) == (19, 11)
+    assert (first["layers"], last["layers"]) == (16, 14)
     for stage in (first, last):
         assert 0 < stage["busy_fraction"] <= 1
         assert stage["peak_memory_bytes"] > stage["weight_bytes"] > 0

@@ -1,8 +1,8 @@
 """How long a stage computes inside kernels: a clock around every call that leaves Python for one.
 
-A kernel is a function of the native extension, or of the torch reference where that takes its place,
-or a product by torch; everything else that a step does is the step's Python, torch's own small
-operations included.
+A kernel is a function of the native extension, or of the torch reference in its place, or a product
+by torch; everything else that a step does is the step's Python, torch's own small operations
+included.
 """
 
 import types

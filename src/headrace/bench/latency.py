@@ -20,13 +20,15 @@ _WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Latency:
-    """What was measured. layers: of each stage. ready_s: from the launch until the engine was
-    ready. token_times: of each round's request, seconds from adding it to each of its tokens."""
+    """What was measured. layers, kernels (the path that they take): of each stage. ready_s:
+    from the launch until the engine was ready. token_times: of each round's request, seconds from
+    adding it to each of its tokens."""
 
     config: EngineConfig
     batch: Batch
     dtype: str
     layers: list[int]
+    kernels: list[str]
     ready_s: float
     token_times: list[list[float]]
 
@@ -54,7 +56,10 @@ class Latency:
                 for percent in (50, 90, 99)
             },
             "ready_s": self.ready_s,
-            "layers": self.layers,
+            "stages": [
+                {"layers": layers, "kernels": kernels}
+                for layers, kernels in zip(self.layers, self.kernels, strict=True)
+            ],
             "machine": machine(),
             "versions": versions(),
         }
@@ -79,6 +84,7 @@ def measure_latency(config: EngineConfig, batch: Batch, say: Callable[[str], Non
         batch=batch,
         dtype=running.dtype,
         layers=[share.num_layers for share in running.shares],
+        kernels=[stage.kernels for stage in running.loaded],
         ready_s=running.load_s,
         token_times=token_times,
     )

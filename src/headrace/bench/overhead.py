@@ -18,12 +18,13 @@ from headrace.protocol.plan import Plan, token_count
 
 @dataclass(frozen=True)
 class Overhead:
-    """What was measured. rounds: each one's times of the steps in which every request decodes, and
-    nothing else happens."""
+    """What was measured. kernels: the path that they take. rounds: each one's times of the steps in
+    which every request decodes, and nothing else happens."""
 
     config: EngineConfig
     batch: Batch
     dtype: str
+    kernels: str
     rounds: list[list[StepTime]]
 
     def as_json(self) -> dict[str, Any]:
@@ -33,6 +34,7 @@ class Overhead:
             "model": self.config.model,
             "pp": 1,
             "dtype": self.dtype,
+            "kernels": self.kernels,
             "num_prompts": self.batch.num_prompts,
             "input_len": self.batch.input_len,
             "output_len": self.batch.output_len,
@@ -74,6 +76,7 @@ def measure_overhead(
         config=config,
         batch=batch,
         dtype=running.dtype,
+        kernels=running.loaded[0].kernels,
         # The first plan has no time, and is never one of them: its requests have yet to come.
         rounds=[[steps[step - 1] for step in wanted] for steps in times],
     )

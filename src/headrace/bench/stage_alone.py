@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from headrace.bench.alone import answer_alone
+from headrace.kernels.path import choose_path
 from headrace.pipeline.cpus import StageCpus
 from headrace.pipeline.load import load_model, stage_executor
 from headrace.pipeline.stage_loop import Executor
@@ -84,7 +85,8 @@ def _inputs(config: StageConfig, tokens: int) -> torch.Tensor:
 
 
 def load_executor(config: StageConfig, num_blocks: int) -> Executor:
-    """The stage's share of the model with its cache, as in the pipeline."""
+    """The stage's share of the model with its cache and its kernels, as in the pipeline."""
+    choose_path()
     device = torch.device("cpu")
     return stage_executor(config, load_model(config, device, lambda _: None), num_blocks, device)
 

@@ -6,6 +6,7 @@ time that it takes is left out.
 """
 
 import gc
+import os
 import sys
 import tempfile
 from collections.abc import Generator
@@ -41,6 +42,7 @@ class StepTime(msgspec.Struct, array_like=True, frozen=True):
 
 class _Task(msgspec.Struct, array_like=True):
     config: StageConfig
+    cpus: list[int]
     num_blocks: int
     plans: list[Plan]
     rounds: int
@@ -54,7 +56,7 @@ def step_times(
     config: of the only stage. plans: an epoch's, from step 0 until no sequence is left. They run
     once before, as a warm-up. Raises PipelineError if the process fails.
     """
-    task = msgspec.msgpack.encode(_Task(config, num_blocks, plans, rounds))
+    task = msgspec.msgpack.encode(_Task(config, cpus.cpus, num_blocks, plans, rounds))
     answer = answer_alone(__name__, config.stage, cpus, task)
     return msgspec.msgpack.decode(answer, type=list[list[StepTime]])
 
@@ -98,9 +100,9 @@ class _Stand:
 
 
 def run_steps(
-    executor: Executor, config: StageConfig, plans: list[Plan], clock: KernelClock
+    executor: Executor, config: StageConfig, cpus: list[int], plans: list[Plan], clock: KernelClock
 ) -> list[StepTime]:
-    """One round, in this process."""
+    """One round, in this process. cpus: all those of the stage, none if it is not pinned."""
     role = StageRole(
         stage=0,
         num_stages=1,
@@ -109,12 +111,18 @@ def run_steps(
         max_rows=config.max_num_seqs,
         blocking_feedback=False,
     )
+    own = os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory(prefix="headrace-") as folder, zmq.Context() as context:
+        if cpus:
+            # OpenMP has pinned this thread, and would thereby confine to its core those of the
+            # sockets, which begin now.
+            os.sched_setaffinity(0, cpus)
         address = f"ipc://{folder}/stage"
         control = ControlSocket(address, context)
         with context.socket(zmq.DEALER) as socket:
             socket.set_hwm(0)
             socket.connect(address)
+            os.sched_setaffinity(0, own)
             stand = _Stand(socket, clock, [*plans, Stop(config.epoch)], config.window)
             loop = stand.watch(stage_loop(role, executor))
             timeline = StageTimeline(config.epoch, config.stage)
@@ -132,7 +140,8 @@ def _run() -> None:
         gc.freeze()
         with timed_kernels() as clock:
             rounds = [
-                run_steps(executor, task.config, task.plans, clock) for _ in range(task.rounds + 1)
+                run_steps(executor, task.config, task.cpus, task.plans, clock)
+                for _ in range(task.rounds + 1)
             ]
     sys.stdout.buffer.write(msgspec.msgpack.encode(rounds[1:]))
 

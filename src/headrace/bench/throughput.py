@@ -16,14 +16,15 @@ _WARM_UP = 4, 8
 
 @dataclass(frozen=True)
 class Throughput:
-    """What was measured. layers, cpus: of each stage. ready_s: from the launch until the engine was
-    ready. runs: the rounds, in order."""
+    """What was measured. layers, cpus, kernels (the path that they take): of each stage.
+    ready_s: from the launch until the engine was ready. runs: the rounds, in order."""
 
     config: EngineConfig
     batch: Batch
     dtype: str
     layers: list[int]
     cpus: list[StageCpus]
+    kernels: list[str]
     ready_s: float
     runs: list[BatchRun]
 
@@ -61,9 +62,12 @@ class Throughput:
                     "layers": layers,
                     "cpus": cpus.cpus,
                     "threads": cpus.threads,
+                    "kernels": kernels,
                     "busy_fraction": usage.busy_fraction,
                 }
-                for layers, cpus, usage in zip(self.layers, self.cpus, median.usage, strict=True)
+                for layers, cpus, kernels, usage in zip(
+                    self.layers, self.cpus, self.kernels, median.usage, strict=True
+                )
             ],
             "machine": machine(),
             "versions": versions(),
@@ -98,6 +102,7 @@ def measure_throughput(
         dtype=running.dtype,
         layers=[share.num_layers for share in running.shares],
         cpus=running.cpus,
+        kernels=[stage.kernels for stage in running.loaded],
         ready_s=running.load_s,
         runs=runs,
     )

@@ -53,8 +53,8 @@ def overhead(
 def _print_answer(answer: dict[str, Any]) -> None:
     print(
         f"{answer['model']}, pp=1, {answer['dtype']}: {answer['steps']} decode steps of "
-        f"{answer['num_prompts']} rows with {answer['kernel_calls_per_step']} kernel calls, "
-        f"rounds: {answer['rounds']}"
+        f"{answer['num_prompts']} rows with {answer['kernel_calls_per_step']} kernel calls "
+        f"({answer['kernels']}), rounds: {answer['rounds']}"
     )
     figures = ("step_us", "python_us_per_step", "python_share")
     print_rows(

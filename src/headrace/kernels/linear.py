@@ -28,13 +28,13 @@ class Linear:
         self.dtype = dtype
         on_cpu = weight.device.type == "cpu"
         by_onednn = dtype != torch.float32 and computes_natively(dtype)
-        self._native = path.runs_native(weight.device, dtype) and not by_onednn
-        self._wide = on_cpu and not self._native and not computes_natively(dtype)
+        self.native = path.runs_native(weight.device, dtype) and not by_onednn
+        self._wide = on_cpu and not self.native and not computes_natively(dtype)
         held = torch.float32 if self._wide else dtype
         weight = weight.to(dtype).to(held)
         self._bias = None if bias is None else bias.to(dtype).to(held)
-        self._packed = on_cpu and not self._native and _can_pack()
-        if self._native:
+        self._packed = on_cpu and not self.native and _can_pack()
+        if self.native:
             weight = _pack(weight)
         elif self._packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -43,21 +43,27 @@ class Linear:
             0 if self._bias is None else self._bias.nbytes
         )
 
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Of the packed weight and the bias (0: none), and how many outputs and inputs there are."""
+        bias = 0 if self._bias is None else self._bias.data_ptr()
+        return self._weight.data_ptr(), bias, self.out_features, self.in_features
+
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """x [T, in] of self.dtype to [T, out] of self.dtype, both contiguous.
 
         Fills and returns out, or returns a new tensor where a library brings its own.
         """
-        if self._native:
+        if self.native:
             assert path.native is not None
+            packed, bias, outs, ins = self.addresses()
             path.native.linear(
                 x.data_ptr(),
-                self._weight.data_ptr(),
-                0 if self._bias is None else self._bias.data_ptr(),
+                packed,
+                bias,
                 out.data_ptr(),
                 x.shape[0],
-                self.out_features,
-                self.in_features,
+                outs,
+                ins,
                 self.dtype == torch.bfloat16,
             )
             return out

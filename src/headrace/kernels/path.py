@@ -9,9 +9,7 @@ from types import ModuleType
 import torch
 
 from headrace.errors import StartError
-
-_VARIABLE = "HEADRACE_KERNELS"
-REFERENCE = "torch"
+from headrace.kernels import PATH_VARIABLE, REFERENCE
 
 
 def _load() -> ModuleType | None:
@@ -38,7 +36,7 @@ def use_path(name: str) -> None:
     global _path
     if name not in paths():
         raise StartError(
-            f"{_VARIABLE}={name}: this machine and installation have {', '.join(paths())}"
+            f"{PATH_VARIABLE}={name}: this machine and installation have {', '.join(paths())}"
         )
     if native is not None and name != REFERENCE:
         native.use_path(name)
@@ -51,7 +49,7 @@ def choose_path() -> str | None:
     Returns what the user should know about it once, if anything. Raises StartError for a path
     that is not here.
     """
-    wanted = os.environ.get(_VARIABLE)
+    wanted = os.environ.get(PATH_VARIABLE)
     if wanted:
         use_path(wanted)
     elif native is None:

@@ -5,26 +5,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from headrace.kernels.attention import paged_attention, rotate_and_write
 from headrace.kernels.batch import AttentionBatch
-from headrace.kernels.elementwise import add_rms_norm, embed, rms_norm, silu_and_multiply
+from headrace.kernels.elementwise import embed, rms_norm
 from headrace.kernels.kv_cache import KvCache
 from headrace.kernels.linear import Linear
+from headrace.model.layers import Layer, LayerWork, run_layers
 from headrace.model.rope import rotation_tables
 from headrace.model.weights import TensorSource
 from headrace.protocol.model_config import ModelConfig, StageShare
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One transformer layer; q, k and v are one product, gate and up another."""
-
-    attention_norm: torch.Tensor
-    qkv: Linear
-    attention_out: Linear
-    mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
 
 
 @dataclass(frozen=True)
@@ -43,7 +31,10 @@ class LlamaStage:
     embedding: torch.Tensor | None
     final_norm: torch.Tensor | None
     head: Linear | None
-    _work: "_WorkBuffers" = field(default_factory=lambda: _WorkBuffers(), init=False, repr=False)
+    _work: LayerWork = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_work", LayerWork(self.config, self.layers))
 
     @property
     def num_layers(self) -> int:
@@ -75,33 +66,12 @@ class LlamaStage:
         inputs: ids int64 [T] on the first stage, else activations [T, hidden], overwritten. caches:
         one per layer. Returns activations [T, hidden].
         """
-        tokens = len(inputs)
-        config, epsilon = self.config, self.config.rms_norm_epsilon
-        self._work.make_room(self, tokens)
-        normed, qkv, attended, gate_up, inner, delta = self._work.rows(tokens)
         x = inputs
         if self.embedding is not None:
             # Not one of the buffers that stay: it becomes the activations, and may travel long.
-            x = embed(inputs, self.embedding, delta.new_empty(delta.shape))
-        heads = qkv.view(tokens, -1, config.head_dim)
-        by_head = attended.view(tokens, config.num_heads, config.head_dim)
-        scale = config.head_dim**-0.5
-        added: torch.Tensor | None = None
-        for layer, cache in zip(self.layers, caches, strict=True):
-            if added is None:
-                rms_norm(x, layer.attention_norm, epsilon, normed)
-            else:
-                add_rms_norm(x, added, layer.attention_norm, epsilon, normed)
-            mixed = layer.qkv(normed, qkv)
-            if mixed is not qkv:
-                heads = mixed.view(tokens, -1, config.head_dim)
-            rotate_and_write(heads, self.cos, self.sin, cache, batch)
-            paged_attention(heads, cache, batch, scale, config.sliding_window, None, by_head)
-            added = layer.attention_out(attended, delta)
-            add_rms_norm(x, added, layer.mlp_norm, epsilon, normed)
-            added = layer.down(silu_and_multiply(layer.gate_up(normed, gate_up), inner), delta)
-        assert added is not None
-        return x.add_(added)
+            x = self.embedding.new_empty(len(inputs), self.config.hidden_size)
+            embed(inputs, self.embedding, x)
+        return run_layers(self._work, x, self.cos, self.sin, batch, caches)
 
     def logits(self, activations: torch.Tensor) -> torch.Tensor:
         """Scores over the vocabulary, [rows, vocab], of the given rows [rows, hidden]."""
@@ -110,36 +80,6 @@ class LlamaStage:
         normed = torch.empty_like(activations)
         rms_norm(activations, self.final_norm, self.config.rms_norm_epsilon, normed)
         return self.head(normed, normed.new_empty(len(normed), self.head.out_features))
-
-
-class _WorkBuffers:
-    """What layers pass on within a step; all use the same memory, and so do all steps."""
-
-    def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []
-
-    def make_room(self, stage: LlamaStage, tokens: int) -> None:
-        """For steps of up to so many tokens."""
-        if self._buffers and len(self._buffers[0]) >= tokens:
-            return
-        config, layer = stage.config, stage.layers[0]
-        widths = (
-            config.hidden_size,
-            layer.qkv.out_features,
-            layer.attention_out.in_features,
-            layer.gate_up.out_features,
-            layer.down.in_features,
-            config.hidden_size,
-        )
-        device = stage.cos.device
-        self._buffers = [
-            torch.empty(tokens, width, dtype=stage.dtype, device=device) for width in widths
-        ]
-
-    def rows(self, tokens: int) -> list[torch.Tensor]:
-        """The first rows of each: normed, q k v, attended, gate and up, their product, a layer's
-        output."""
-        return [buffer[:tokens] for buffer in self._buffers]
 
 
 def load_llama(

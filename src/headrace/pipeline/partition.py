@@ -6,12 +6,17 @@ from headrace.errors import UsageError
 from headrace.protocol.model_config import ModelConfig, StageShare
 
 
+# Of this many tokens that pass the layers one is sampled, and so passes the output projection too:
+# between chats, with as many tokens in as out, and summaries, with some five in for one out.
+_TOKENS_A_SAMPLE = 3
+
+
 @dataclass(frozen=True)
 class LayerCosts:
-    """Relative cost of a step's parts: weights read, in elements.
+    """Relative cost of a token in a step's parts: products of elements.
 
-    The embedding is a gather of one row a token, so it costs next to nothing in time; the output
-    projection reads its whole matrix.
+    The embedding is a gather of one row a token, so it costs next to nothing; the output projection
+    multiplies its whole matrix, but only for tokens that are sampled.
     """
 
     layer: int
@@ -28,7 +33,7 @@ def layer_costs(config: ModelConfig) -> LayerCosts:
     return LayerCosts(
         layer=attention + mlp,
         embedding=config.hidden_size,
-        head=config.vocab_size * config.hidden_size,
+        head=config.vocab_size * config.hidden_size // _TOKENS_A_SAMPLE,
     )
 
 

@@ -12,15 +12,22 @@ about one token in a thousand: every token's border is the sum of all before. In
 only where the first two arrive at the same moment.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
+from headrace.kernels.path import runs_native
+from headrace.kernels.sampling import CHOICE, choose
 from headrace.protocol.messages import TokenLogprobs
 from headrace.sampling.filters import leave_out
 from headrace.sampling.slot import SlotSampling
 
 # Rows that are worked on together: few enough that what they need in between stays in the cache.
 _ROWS_AT_ONCE = 16
+
+# The largest float32 below 1.
+_BELOW_ONE = 1 - 2.0**-24
 
 
 def sample(logits: torch.Tensor, slots: list[SlotSampling]) -> torch.Tensor:
@@ -29,6 +36,15 @@ def sample(logits: torch.Tensor, slots: list[SlotSampling]) -> torch.Tensor:
     logits: [R, vocab] of any float dtype, left as they are; row r belongs to slots[r]. A row
     without any possible token (all -inf) gives token 0.
     """
+    native = runs_native(logits.device, logits.dtype)
+    tokens = _choose_natively(logits, slots) if native else choose_by_torch(logits, slots)
+    for slot, token in zip(slots, tokens.tolist(), strict=True):
+        slot.record(token)
+    return tokens
+
+
+def choose_by_torch(logits: torch.Tensor, slots: list[SlotSampling]) -> torch.Tensor:
+    """As sample, but the slots take no note: the meaning of the native kernel, and its stand-in."""
     tokens = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
     greedy = [row for row, slot in enumerate(slots) if slot.greedy]
     if greedy:
@@ -40,8 +56,6 @@ def sample(logits: torch.Tensor, slots: list[SlotSampling]) -> torch.Tensor:
         drawers = [slots[row] for row in rows]
         weights = draw_weights(_rows(logits, rows), drawers)
         tokens[rows] = _first_to_arrive(weights, drawers)
-    for slot, token in zip(slots, tokens.tolist(), strict=True):
-        slot.record(token)
     return tokens
 
 
@@ -49,12 +63,13 @@ def waiting_times(seed: int, index: int, count: int) -> np.ndarray:
     """Exponential random numbers of mean 1, float32 [count], for token number `index` of a request.
 
     Philox is counter-based (Salmon, Moraes, Dror, Shaw 2011): the key is the seed, the counter the
-    index, so they depend on nothing that ran before. Never 0, which would win every race.
+    index, so they depend on nothing that ran before. Never 0, which would win every race, nor
+    infinite, which would lose it even to tokens that are left out.
     """
     bits = np.random.Philox(key=seed, counter=[0, index, 0, 0]).random_raw(-(-count // 2))
     halves = bits.astype("<u8", copy=False).view("<u4")[:count].astype(np.float32)
     # In place, and the logarithm by torch, which computes several at a time.
-    uniforms = torch.from_numpy(halves).add_(0.5).mul_(-(2.0**-32))
+    uniforms = torch.from_numpy(halves).add_(0.5).mul_(-(2.0**-32)).clamp_(min=-_BELOW_ONE)
     return uniforms.log1p_().neg_().numpy()
 
 
@@ -135,6 +150,31 @@ def _likeliest(
     ids = (logprobs >= floor).nonzero().squeeze(-1)
     values, order = logprobs[ids].sort(descending=True, stable=True)
     return ids[order[:count]].tolist(), values[:count].tolist()
+
+
+def _choose_natively(logits: torch.Tensor, slots: list[SlotSampling]) -> torch.Tensor:
+    adjusting = [row for row, slot in enumerate(slots) if slot.adjusts]
+    if not adjusting:
+        return choose(logits, _choices(slots, range(len(slots))))
+    tokens = torch.empty(len(slots), dtype=torch.int64)
+    adjusters = [slots[row] for row in adjusting]
+    adjusted = adjusted_logits(_rows(logits, adjusting), adjusters)
+    tokens[adjusting] = choose(adjusted, _choices(adjusters, range(len(adjusting))))
+    others = [row for row, slot in enumerate(slots) if not slot.adjusts]
+    if others:
+        tokens[others] = choose(logits, _choices([slots[row] for row in others], others))
+    return tokens
+
+
+def _choices(slots: list[SlotSampling], rows: Iterable[int]) -> np.ndarray:
+    """What the kernel is told of each slot and its row of the logits."""
+    return np.array(
+        [
+            (own.seed, own.next_index, row, own.top_k, own.top_p, own.temperature, own.min_p)
+            for row, own in zip(rows, slots, strict=True)
+        ],
+        dtype=CHOICE,
+    )
 
 
 def _first_to_arrive(weights: torch.Tensor, slots: list[SlotSampling]) -> torch.Tensor:

@@ -18,28 +18,43 @@ static_assert(kKeysAtOnce % kPanel == 0 || kPanel % kKeysAtOnce == 0, "panels fi
 constexpr int kWide = kPanel <= kKeysAtOnce ? 2 : 1;
 constexpr int kColumns = kWide * kLanes;
 
-// As multiply_add of tile.hpp, for one panel that may be a single vector wide; k need not be whole
-// pairs.
-template <int Rows, typename T>
-HEADRACE_INLINE void multiply_add_columns(F32 (&acc)[Rows][kWide], const float* a,
-                                          int64_t a_stride, const T* b, int64_t row_stride,
-                                          int64_t k) {
+// A few rows leave registers free: they take several groups of columns at a time, or the
+// multiply-adds would wait for one another.
+constexpr int kMostSums = kMostRows * 4 / 3;
+template <int Rows>
+constexpr int kGroups = Rows * 4 * kWide <= kMostSums ? 4 : Rows * 2 * kWide <= kMostSums ? 2 : 1;
+
+template <int Rows, int Groups>
+struct Sums {
+  F32 of[Rows][Groups][kWide] = {};
+};
+
+// As multiply_add of tile.hpp, for groups of kColumns columns that begin at b[group]; k need not be
+// whole pairs.
+template <int Rows, int Groups, typename T>
+HEADRACE_INLINE void multiply_add_columns(Sums<Rows, Groups>& sums, const float* a,
+                                          int64_t a_stride, const T* const (&b)[Groups],
+                                          int64_t row_stride, int64_t k) {
   const auto add = [&](int64_t at, int half) __attribute__((always_inline)) {
-    F32 right[kWide];
+    const int64_t row_start = at / kPair<T> * row_stride;
+#pragma GCC unroll 4
+    for (int g = 0; g < Groups; g++) {
+      F32 right[kWide];
 #pragma GCC unroll 2
-    for (int v = 0; v < kWide; v++) right[v] = part(b + v * kLanes * kPair<T>, half);
+      for (int v = 0; v < kWide; v++)
+        right[v] = part(b[g] + row_start + v * kLanes * kPair<T>, half);
 #pragma GCC unroll 12
-    for (int row = 0; row < Rows; row++) {
-      const float left = a[row * a_stride + at];
+      for (int row = 0; row < Rows; row++) {
+        const float left = a[row * a_stride + at];
 #pragma GCC unroll 2
-      for (int v = 0; v < kWide; v++) acc[row][v] += left * right[v];
+        for (int v = 0; v < kWide; v++) sums.of[row][g][v] += left * right[v];
+      }
     }
   };
   int64_t at = 0;
   for (; at + kPair<T> <= k; at += kPair<T>) {
     add(at, 0);
     if constexpr (kPair<T> == 2) add(at + 1, 1);
-    b += row_stride;
   }
   if (at < k) add(at, 0);
 }
@@ -91,22 +106,62 @@ struct Attention {
     }
   }
 
+  // Keys and values are read once where one tile is all there is: they come from memory then, a
+  // block here and a block there, which the CPU does not foresee.
+  void foresee(const void* from) const {
+    const char* bytes = static_cast<const char*>(from);
+    for (int64_t at = 0; at < per_head * int64_t(sizeof(T)); at += 64)
+      __builtin_prefetch(bytes + at);
+  }
+
+  const T* keys(const Tile& tile, int64_t block) const {
+    return static_cast<const T*>(args.keys) + table(tile)[block] * per_block +
+           tile.kv_head * per_head;
+  }
+
+  const T* values(const Tile& tile, int64_t block) const {
+    return static_cast<const T*>(args.values) + table(tile)[block] * per_block +
+           tile.kv_head * per_head;
+  }
+
+  // Scores of Blocks blocks from `block` on; `to` is where the first one's go.
+  template <int Rows, int Blocks>
+  void score_blocks(const Tile& tile, const float* queries, float* to, int64_t stride,
+                    int64_t block) const {
+    const CacheShape& shape = args.cache;
+    for (int64_t at = 0; at < shape.block_rows; at += kColumns) {
+      const T* columns[Blocks];
+      for (int b = 0; b < Blocks; b++) columns[b] = keys(tile, block + b) + at * kPair<T>;
+      Sums<Rows, Blocks> sums;
+      multiply_add_columns<Rows, Blocks, T>(sums, queries, shape.head_dim, columns,
+                                            shape.block_rows * kPair<T>, shape.head_dim);
+      for (int row = 0; row < Rows; row++)
+        for (int b = 0; b < Blocks; b++)
+          for (int v = 0; v < kWide; v++)
+            store(to + row * stride + b * shape.block_rows + at + v * kLanes,
+                  sums.of[row][b][v]);
+    }
+  }
+
   template <int Rows>
   void score(const Tile& tile, const float* queries, float* scores, int64_t stride,
              int64_t first_block, int64_t end_block) const {
-    const CacheShape& shape = args.cache;
-    for (int64_t block = first_block; block < end_block; block++) {
-      const T* keys = static_cast<const T*>(args.keys) + table(tile)[block] * per_block +
-                      tile.kv_head * per_head;
-      float* to = scores + (block - first_block) * shape.block_rows;
-      for (int64_t at = 0; at < shape.block_rows; at += kColumns) {
-        F32 acc[Rows][kWide] = {};
-        multiply_add_columns<Rows, T>(acc, queries, shape.head_dim, keys + at * kPair<T>,
-                                      shape.block_rows * kPair<T>, shape.head_dim);
-        for (int row = 0; row < Rows; row++)
-          for (int v = 0; v < kWide; v++) store(to + row * stride + at + v * kLanes, acc[row][v]);
-      }
+    constexpr int together = kGroups<Rows>;
+    const bool alone = args.query_starts[tile.row + 1] - args.query_starts[tile.row] == 1;
+    int64_t block = first_block;
+    for (; block + together <= end_block; block += together) {
+      if (alone)
+        for (int64_t b = block; b < block + together; b++) {
+          if (b + together < end_block) foresee(keys(tile, b + together));
+          foresee(values(tile, b));
+        }
+      score_blocks<Rows, together>(tile, queries,
+                                   scores + (block - first_block) * args.cache.block_rows, stride,
+                                   block);
     }
+    for (; block < end_block; block++)
+      score_blocks<Rows, 1>(tile, queries, scores + (block - first_block) * args.cache.block_rows,
+                            stride, block);
   }
 
   // Scores to weights that still lack the division by what is returned. What lies outside
@@ -137,29 +192,42 @@ struct Attention {
     return total;
   }
 
+  template <int Rows, int Groups>
+  void weigh_columns(const Tile& tile, const float* weights, int64_t stride, const float* totals,
+                     int64_t first_block, int64_t end_block, int64_t d) const {
+    const CacheShape& shape = args.cache;
+    const int64_t last = position(tile, Rows - 1);
+    Sums<Rows, Groups> sums;
+    for (int64_t block = first_block; block < end_block; block++) {
+      const T* columns[Groups];
+      for (int g = 0; g < Groups; g++)
+        columns[g] = values(tile, block) + (d + g * kColumns) * kPair<T>;
+      // No further than the last position: what lies behind may be another sequence's infinity,
+      // and 0 times that is no number.
+      multiply_add_columns<Rows, Groups, T>(
+          sums, weights + (block - first_block) * shape.block_rows, stride, columns,
+          shape.head_dim * kPair<T>, smaller(shape.block_size, last + 1 - block * shape.block_size));
+    }
+    for (int row = 0; row < Rows; row++) {
+      int64_t head;
+      const int64_t token = token_and_head(tile, row, head);
+      T* out = static_cast<T*>(args.out) + (token * args.heads + head) * shape.head_dim + d;
+      for (int g = 0; g < Groups; g++)
+        for (int v = 0; v < kWide; v++)
+          store(out + (g * kWide + v) * kLanes, sums.of[row][g][v] / totals[row]);
+    }
+  }
+
   template <int Rows>
   void weigh(const Tile& tile, const float* weights, int64_t stride, const float* totals,
              int64_t first_block, int64_t end_block) const {
-    const CacheShape& shape = args.cache;
-    const int64_t last = position(tile, Rows - 1);
-    for (int64_t d = 0; d < shape.head_dim; d += kColumns) {
-      F32 acc[Rows][kWide] = {};
-      for (int64_t block = first_block; block < end_block; block++) {
-        const T* values = static_cast<const T*>(args.values) + table(tile)[block] * per_block +
-                          tile.kv_head * per_head;
-        // No further than the last position: what lies behind may be another sequence's infinity,
-        // and 0 times that is no number.
-        multiply_add_columns<Rows, T>(acc, weights + (block - first_block) * shape.block_rows,
-                                      stride, values + d * kPair<T>, shape.head_dim * kPair<T>,
-                                      smaller(shape.block_size, last + 1 - block * shape.block_size));
-      }
-      for (int row = 0; row < Rows; row++) {
-        int64_t head;
-        const int64_t token = token_and_head(tile, row, head);
-        T* out = static_cast<T*>(args.out) + (token * args.heads + head) * shape.head_dim + d;
-        for (int v = 0; v < kWide; v++) store(out + v * kLanes, acc[row][v] / totals[row]);
-      }
-    }
+    constexpr int together = kGroups<Rows>;
+    const int64_t dim = args.cache.head_dim;
+    int64_t d = 0;
+    for (; d + together * kColumns <= dim; d += together * kColumns)
+      weigh_columns<Rows, together>(tile, weights, stride, totals, first_block, end_block, d);
+    for (; d < dim; d += kColumns)
+      weigh_columns<Rows, 1>(tile, weights, stride, totals, first_block, end_block, d);
   }
 
   template <int Rows>

@@ -51,6 +51,13 @@ void rms_norm(const NormArgs& args) {
 }
 
 template <typename T>
+void add(T* x, const T* delta, int64_t count) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(x + i, load(x + i) + load(delta + i));
+  for (; i < count; i++) x[i] = narrow<T>(widen(x[i]) + widen(delta[i]));
+}
+
+template <typename T>
 void silu_and_multiply_rows(const T* x, T* out, int64_t rows, int64_t width) {
 #pragma omp parallel for if (rows * width > kWorthThreads)
   for (int64_t row = 0; row < rows; row++) {

@@ -69,6 +69,24 @@ struct AttentionArgs {
   Type type;
 };
 
+// How one row's token is chosen; kernels/sampling.py has the same record.
+struct Choice {
+  uint64_t seed, index;
+  int64_t row, top_k;
+  double top_p;
+  float temperature, min_p;
+};
+
+// tokens [count], each from the logits at its choice's row; rows are `stride` apart.
+struct ChooseArgs {
+  const void* logits;
+  int64_t stride, width;
+  const Choice* choices;
+  int64_t count;
+  int64_t* tokens;
+  Type type;
+};
+
 struct Kernels {
   const char* name;
   int panel;
@@ -77,10 +95,12 @@ struct Kernels {
   void (*rms_norm)(const NormArgs&);
   void (*rotate_and_write)(const RotateArgs&);
   void (*attention)(const AttentionArgs&);
+  // x += delta, elementwise.
+  void (*add)(void* x, const void* delta, int64_t count, Type type);
   void (*silu_and_multiply)(const void* x, void* out, int64_t rows, int64_t width, Type type);
   void (*gather)(const void* table, const int64_t* ids, void* out, int64_t rows,
                  int64_t row_bytes);
-  void (*argmax)(const void* logits, int64_t* out, int64_t rows, int64_t width, Type type);
+  void (*choose)(const ChooseArgs&);
 };
 
 extern const Kernels kPortable;

@@ -72,7 +72,7 @@ void multiply_panels(const LinearArgs& args, const float* x, int64_t stride, int
 // A few rows leave registers free: they take several panels at a time, or the multiply-adds would
 // wait for one another.
 template <int Rows>
-constexpr int kPanelsAtOnce = Rows >= 4 ? 1 : Rows == 3 ? 2 : Rows == 2 ? 3 : 4;
+constexpr int kPanelsAtOnce = Rows >= 3 ? 1 : Rows == 2 ? 2 : 4;
 
 template <int Rows, typename T>
 void multiply_rows(const LinearArgs& args, const float* x, int64_t stride, int64_t first_row,

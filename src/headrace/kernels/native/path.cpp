@@ -20,6 +20,13 @@ void rms_norm_any(const NormArgs& args) { HEADRACE_BY_TYPE(args.type, rms_norm, 
 void rotate_any(const RotateArgs& args) { HEADRACE_BY_TYPE(args.type, rotate_and_write, args); }
 void attention_any(const AttentionArgs& args) { HEADRACE_BY_TYPE(args.type, attention, args); }
 
+void add_any(void* x, const void* delta, int64_t count, Type type) {
+  if (type == Type::kBfloat16)
+    add(static_cast<Bf16*>(x), static_cast<const Bf16*>(delta), count);
+  else
+    add(static_cast<float*>(x), static_cast<const float*>(delta), count);
+}
+
 void silu_any(const void* x, void* out, int64_t rows, int64_t width, Type type) {
   if (type == Type::kBfloat16)
     silu_and_multiply_rows(static_cast<const Bf16*>(x), static_cast<Bf16*>(out), rows, width);
@@ -27,16 +34,11 @@ void silu_any(const void* x, void* out, int64_t rows, int64_t width, Type type) 
     silu_and_multiply_rows(static_cast<const float*>(x), static_cast<float*>(out), rows, width);
 }
 
-void argmax_any(const void* logits, int64_t* out, int64_t rows, int64_t width, Type type) {
-  if (type == Type::kBfloat16)
-    argmax(static_cast<const Bf16*>(logits), out, rows, width);
-  else
-    argmax(static_cast<const float*>(logits), out, rows, width);
-}
+void choose_any(const ChooseArgs& args) { HEADRACE_BY_TYPE(args.type, choose, args); }
 
 }  // namespace
 
 extern const Kernels HEADRACE_TABLE = {
     HEADRACE_NAME, kPanel,        pack_any, linear_any, rms_norm_any,
-    rotate_any,    attention_any, silu_any, gather,     argmax_any,
+    rotate_any,    attention_any, add_any, silu_any, gather,     choose_any,
 };

@@ -25,19 +25,15 @@ HEADRACE_INLINE void multiply_add(F32 (&acc)[Rows][Panels][2], const float* a, i
   for (int64_t at = 0; at < k; at += kPair<T>) {
 #pragma GCC unroll 2
     for (int half = 0; half < kPair<T>; half++) {
-      F32 right[Panels][2];
 #pragma GCC unroll 4
       for (int p = 0; p < Panels; p++) {
-        right[p][0] = part(b + p * panel_stride, half);
-        right[p][1] = part(b + p * panel_stride + kLanes * kPair<T>, half);
-      }
+        const T* words = b + p * panel_stride;
+        const F32 right[2] = {part(words, half), part(words + kLanes * kPair<T>, half)};
 #pragma GCC unroll 12
-      for (int row = 0; row < Rows; row++) {
-        const float left = a[row * a_stride + at + half];
-#pragma GCC unroll 4
-        for (int p = 0; p < Panels; p++) {
-          acc[row][p][0] += left * right[p][0];
-          acc[row][p][1] += left * right[p][1];
+        for (int row = 0; row < Rows; row++) {
+          const float left = a[row * a_stride + at + half];
+          acc[row][p][0] += left * right[0];
+          acc[row][p][1] += left * right[1];
         }
       }
     }
