@@ -47,12 +47,14 @@ def write_tiny_llama(
     return path
 
 
-def write_tiny_gguf(path: Path, max_positions: int = 128) -> Path:
+def write_tiny_gguf(
+    path: Path, max_positions: int = 128, heads: int = 4, kv_heads: int = 2
+) -> Path:
     """A Llama model of 4 layers in one file, with the same byte-level tokenizer.
 
     Starts faster than a directory, whose configuration and tokenizer come through transformers.
     """
-    hidden, inner, heads, kv_heads, vocab, layers = 32, 48, 4, 2, 300, 4
+    hidden, inner, vocab, layers = 32, 48, 300, 4
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(layers)
     writer.add_context_length(max_positions)

@@ -1,18 +1,40 @@
 import json
+import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import typer
 
-from headrace.bench.kernel_clock import KernelClock, timed_kernels
-from headrace.bench.overhead import decode_steps
+from headrace.bench import kernel_clock
+from headrace.bench.alone import answer_alone
+from headrace.bench.kernel_clock import PARTS, KernelClock, timed_kernels
+from headrace.bench.overhead import decode_steps, full_steps
+from headrace.checkpoint.config import config_from_gguf
+from headrace.checkpoint.gguf_file import read_gguf
+from headrace.checkpoint.locate import locate_model
 from headrace.cli import bench_overhead
 from headrace.cli.bench import app
 from headrace.errors import ModelError, UsageError
-from headrace.kernels import reference
-from headrace.protocol.plan import Admission, Plan, Row, Sampling, TokenRef, Yield
+from headrace.kernels import REFERENCE, path, reference
+from headrace.kernels.linear import Linear
+from headrace.model.llama import load_llama
+from headrace.model.weights import open_tensors
+from headrace.pipeline.cpus import StageCpus
+from headrace.pipeline.executor import ModelExecutor
+from headrace.pipeline.partition import stage_shares
+from headrace.protocol.plan import (
+    Admission,
+    BlocksAppended,
+    Plan,
+    Row,
+    Sampling,
+    TokenRef,
+    Yield,
+)
 from tiny_checkpoints import write_tiny_gguf
 
 
@@ -24,8 +46,9 @@ def test_a_decode_steps_time_is_divided_into_kernels_and_python(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(
-        "--model", str(write_tiny_gguf(tmp_path / "tiny.gguf")), "--num-prompts", "4",
-        "--input-len", "8", "--output-len", "6", "--rounds", "2", "--json", "--cpu-threads", "1",
+        "--model", str(write_tiny_gguf(tmp_path / "tiny.gguf", heads=2, kv_heads=1)),
+        "--num-prompts", "4", "--input-len", "8", "--output-len", "6", "--rounds", "2", "--json",
+        "--cpu-threads", "1",
     )  # fmt: skip
     captured = capsys.readouterr()
     answer = json.loads(captured.out)
@@ -38,38 +61,109 @@ def test_a_decode_steps_time_is_divided_into_kernels_and_python(
     assert answer["python_share"] < 1
     # All prompts fit one step, which yields the first of six tokens.
     assert answer["steps"] == 2 * 5
-    assert answer["kernel_calls_per_step"] >= 4 * 4
+    # Embedding, layers, a norm, the head, sampling.
+    assert answer["kernel_calls_per_step"] >= 5
+    decode, prefill = answer["profile"]["decode"], answer["profile"]["prefill"]
+    assert (decode["tokens"], decode["steps"]) == (4, 10)
+    assert decode["step_us"] == answer["step_us"]
+    assert (prefill["tokens"], prefill["steps"]) == (4 * 8, 2)
+    for steps in (decode, prefill):
+        assert steps["percent"].keys() == {*PARTS, "python"}
+        assert all(share > 0 for share in steps["percent"].values())
+        assert sum(steps["percent"].values()) == pytest.approx(100, abs=0.1)
     assert {"machine", "versions"} <= answer.keys()
     bench_overhead._print_answer(answer)
     assert "python_us_per_step" in capsys.readouterr().out
 
 
-def test_the_clock_adds_up_what_kernels_take_and_counts_one_inside_another_once() -> None:
+def test_the_clock_adds_up_what_kernels_take_by_part() -> None:
     clock = KernelClock()
 
     def kernel(seconds: float, answer: int) -> int:
         time.sleep(seconds)
         return answer
 
-    slow = clock.around(kernel)
-    assert [slow(0.01, answer=n) for n in range(2)] == [0, 1]
-    assert clock.calls == 2
-    assert clock.seconds >= 0.02
-    twice = clock.around(lambda: slow(0.01, 0) + slow(0.01, 0))
-    before_s = clock.seconds
-    began = time.perf_counter()
-    twice()
-    assert clock.calls == 3
-    assert 0.02 <= clock.seconds - before_s <= time.perf_counter() - began
+    norm, product = clock.around(kernel, "norm"), clock.around(kernel, None)
+    assert [norm(0.01, answer=n) for n in range(2)] == [0, 1]
+    for clock.product in ("qkv", "head"):
+        product(0.01, 0)
+    seconds, calls = clock.take()
+    assert calls == 4
+    assert seconds["norm"] >= 0.02
+    assert min(seconds["qkv"], seconds["head"]) >= 0.01
+    assert sum(seconds.values()) == seconds["norm"] + seconds["qkv"] + seconds["head"]
+    assert clock.take() == (dict.fromkeys(PARTS, 0.0), 0)
 
 
-def test_products_and_reference_kernels_are_timed_and_restored() -> None:
-    before = torch.nn.functional.linear, reference.rms_norm
-    with timed_kernels() as clock:
-        torch.nn.functional.linear(torch.zeros(1, 2), torch.zeros(3, 2))
-        reference.rms_norm(torch.ones(1, 2), torch.ones(2), 1e-5)
-    assert clock.calls == 2
-    assert (torch.nn.functional.linear, reference.rms_norm) == before
+def run_step(file: Path) -> tuple[dict[str, float], int, float]:
+    """A step of three tokens, with the clock on: seconds by part, calls, seconds of all."""
+    config = config_from_gguf(read_gguf(file))
+    cpu = torch.device("cpu")
+    with torch.inference_mode():
+        model = load_llama(
+            config, stage_shares([4])[0], open_tensors(locate_model(str(file)), config),
+            torch.float32, cpu, 16, lambda _: None,
+        )  # fmt: skip
+        executor = ModelExecutor(model, 1, 1, 16, 1, cpu)
+        admission = Admission(0, [1, 2, 3], [], 0, Sampling(seed=0))
+        row = Row(0, [1, 2, 3], 0, Yield.TOKEN)
+        plan = Plan(0, 0, 0, [row], [admission], [BlocksAppended(0, [0])], [])
+        executor.begin(plan)
+        with timed_kernels(model) as clock:
+            began = time.perf_counter()
+            activations = executor.forward(plan, torch.tensor([1, 2, 3]))
+            executor.sample(plan, executor.logits(plan, activations))
+            return *clock.take(), time.perf_counter() - began
+
+
+# One call for all layers; or each kernel its own, since no native one attends with heads of 8.
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("kernels", sorted({path.paths()[0], path.paths()[-1]}))
+def test_every_part_of_a_step_has_its_time(
+    tmp_path: Path, heads: int, kv_heads: int, kernels: str
+) -> None:
+    before, own = [*clocked()], path.path_name()
+    path.use_path(kernels)
+    try:
+        seconds, calls, all_s = run_step(
+            write_tiny_gguf(tmp_path / "tiny.gguf", heads=heads, kv_heads=kv_heads)
+        )
+    finally:
+        path.use_path(own)
+    assert all(seconds[part] > 0 for part in PARTS)
+    assert sum(seconds.values()) < all_s
+    together = heads == 2 and kernels != REFERENCE
+    assert calls == (5 if together else 4 + 4 * 9)
+    assert [*clocked()] == before
+
+
+def clocked() -> Iterator[Any]:
+    yield from (torch.nn.functional.linear, reference.rms_norm, Linear.__call__)
+    if path.native is not None:
+        yield from (path.native.run_layers, path.native.linear)
+
+
+@pytest.mark.skipif(path.native is None, reason="there are no native kernels")
+def test_every_function_of_the_extension_is_a_timed_kernel_or_none() -> None:
+    assert path.native is not None
+    functions = {name for name, value in vars(path.native).items() if callable(value)}
+    others = {
+        "LayerStack", "pack", "packed_size", "path_name", "path_names", "take_profile", "use_path",
+    }  # fmt: skip
+    timed = {name for module, name, _ in kernel_clock._kernels() if module is path.native}
+    assert functions - others - {"__loader__"} == timed | {"run_layers"}
+
+
+def test_a_process_alone_has_no_openmp_runtime_but_torchs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gguf package would load one with a tokenizer library, where that is installed."""
+    code = "import gguf, sys\nsys.stdout.write(open('/proc/self/maps').read())\n"
+    (tmp_path / "says_maps.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    maps = answer_alone("says_maps", 0, StageCpus([], 1), b"").decode()
+    assert "python" in maps
+    assert not re.findall(r"lib(?:gomp|iomp|omp)", maps)
 
 
 def decoding(*slots: int) -> list[Row]:
@@ -87,6 +181,12 @@ def test_only_steps_that_decode_a_row_of_each_request_and_do_nothing_else_count(
         decode_steps(plans, 3)
 
 
+def test_prefill_steps_are_those_with_at_least_half_of_the_most_tokens() -> None:
+    rows = [Row(0, [1] * count, 0, Yield.NOTHING) for count in (8, 3, 4)]
+    plans = [Plan(0, n, 0, [row], [], [], []) for n, row in enumerate(rows)]
+    assert full_steps([*plans, Plan(0, 3, 0, [], [], [], [])]) == [0, 2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -95,6 +195,7 @@ def test_only_steps_that_decode_a_row_of_each_request_and_do_nothing_else_count(
         (["--rounds", "0"], UsageError, "--rounds must be from 1"),
         (["--cpu-bind", "9x"], UsageError, "--cpu-bind '9x' is neither"),
         (["--model", "/nowhere"], ModelError, "no such file"),
+        (["--model", "synthetic:1+1"], UsageError, "--model must be a real one"),
     ],
 )
 def test_wrong_usage_says_what_to_do(

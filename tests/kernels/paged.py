@@ -47,12 +47,13 @@ class Sequences:
         rows = [row for row, _, _ in parts]
         contexts = [start + count for _, start, count in parts]
         counts = [count for *_, count in parts]
-        blocks = [self.tables[row, at // self.block_size] for row, at in zip(rows, positions)]
+        places = [
+            self.tables[row, at // self.block_size] * self.block_size + at % self.block_size
+            for row, at in zip(rows, positions, strict=True)
+        ]
         return AttentionBatch(
             positions=torch.cat(positions),
-            cache_index=torch.cat(
-                [b * self.block_size + at % self.block_size for b, at in zip(blocks, positions)]
-            ),
+            cache_index=torch.cat(places),
             block_tables=self.tables[rows, : -(-max(contexts) // self.block_size)].contiguous(),
             query_starts=torch.tensor([0, *counts]).cumsum(0),
             context_lens=torch.tensor(contexts),

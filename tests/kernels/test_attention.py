@@ -60,7 +60,7 @@ def error_bound(rows: Sequences) -> float:
     score = float(query.norm(dim=-1).max() * key.norm(dim=-1).max()) * rows.head_dim**-0.5
     longest = max(len(x) for x in rows.qkv)
     roundings = math.sqrt(rows.head_dim) * (1 + score) + math.sqrt(longest)
-    return 4 * roundoff(torch.float32) * roundings * float(value.abs().max())
+    return float(4 * roundoff(torch.float32) * roundings * value.abs().max())
 
 
 @DTYPES
@@ -77,7 +77,7 @@ def error_bound(rows: Sequences) -> float:
 @example([(0, 1)], 16, 1, 1, 16, None, False, 0)
 @example([(0, 1)] * 30, 16, 3, 3, 64, None, False, 0)
 @example([(37, 30), (5, 1), (0, 61)], 3, 2, 7, 80, 9, True, 0)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_native_attention_equals_the_reference_whatever_lies_in_blocks_of_others(
     native_path: str,
     dtype: torch.dtype,
@@ -150,7 +150,7 @@ def test_tiny_and_huge_values_are_averaged(
     head_dim=st.sampled_from([16, 48, 64, 80, 128]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_native_rotation_and_write_equal_the_reference_and_touch_no_other_place(
     native_path: str,
     dtype: torch.dtype,
@@ -170,20 +170,24 @@ def test_native_rotation_and_write_equal_the_reference_and_touch_no_other_place(
     angles = torch.rand(tokens + 9, head_dim // 2) * 6
     cos, sin = guarded(angles.cos()), guarded(angles.sin())
     qkv, batch, cache = rows.tokens(parts), rows.batch(parts), rows.cache()
-    wide, wide_cache = qkv.float(), rows.cache(torch.float32)
+    wide, wide_cache = qkv.to(torch.float32, copy=True), rows.cache(torch.float32)
     reference.rotate_and_write(wide, cos, sin, wide_cache, batch)
-    # The parts of a rotated element are at most as large as the head's largest, times sqrt(2).
-    error = 3 * roundoff(torch.float32) * float(qkv.abs().max())
+    # Either rounds two products and their sum, none larger than sqrt(2) times the largest element.
+    error = 6 * roundoff(torch.float32) * float(qkv.abs().max())
 
     found = guarded(qkv)
     attention.rotate_and_write(found, cos, sin, cache, batch)
     assert_within(found[:, : rows.heads], wide[:, : rows.heads], error)
     assert_guards_untouched(found)
-    every_block = torch.arange(len(cache.keys))
-    keys, values = read(cache, every_block)
-    wide_keys, wide_values = read(wide_cache, every_block)
-    assert_within(keys, wide_keys, error)
-    assert torch.equal(values.nan_to_num(7.0), wide_values.to(dtype).nan_to_num(7.0))
+    every_block, written = torch.arange(len(cache.keys)), batch.cache_index
+    keys, values = (x[written] for x in read(cache, every_block))
+    wide_keys, _ = read(wide_cache, every_block)
+    assert_within(keys, wide_keys[written], error)
+    assert torch.equal(values, qkv[:, rows.heads + kv_heads :])
+    untouched = rows.cache()
+    write(untouched, written, keys, values)
+    assert torch.equal(cache.keys.nan_to_num(7.0), untouched.keys.nan_to_num(7.0))
+    assert torch.equal(cache.values.nan_to_num(7.0), untouched.values.nan_to_num(7.0))
 
 
 def test_rotated_infinities_and_numbers_without_a_value_equal_the_reference(
@@ -197,7 +201,7 @@ def test_rotated_infinities_and_numbers_without_a_value_equal_the_reference(
     expected, found = qkv.clone(), qkv.clone()
     reference.rotate_and_write(expected, angles.cos(), angles.sin(), rows.cache(), batch)
     attention.rotate_and_write(found, angles.cos(), angles.sin(), rows.cache(), batch)
-    error = 3 * roundoff(torch.float32) * 3e38
+    error = 6 * roundoff(torch.float32) * 3e38
     assert_within(found[:, :2], expected[:, :2], error)
 
 
@@ -298,5 +302,3 @@ def test_rotation_equals_transformers(any_path: str, dtype: torch.dtype) -> None
     assert_within(qkv[:, :4], expected[0][0].transpose(0, 1), error)
     assert_within(keys[:5], expected[1][0].transpose(0, 1), error)
     assert torch.equal(values[:5], value.transpose(0, 1))
-
-

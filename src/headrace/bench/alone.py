@@ -1,6 +1,7 @@
 """A process on a stage's cores, with its threads and nothing beside it, that answers one task."""
 
 import os
+import runpy
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ def answer_alone(module: str, stage: int, cpus: StageCpus, task: bytes) -> bytes
     Raises PipelineError, with the last line that it complained in, if the process fails.
     """
     process = start_process(
-        [sys.executable, "-P", "-m", module],
+        [sys.executable, "-P", "-m", __name__, module],
         cpus,
         os.environ,
         stdin=subprocess.PIPE,
@@ -31,3 +32,10 @@ def answer_alone(module: str, stage: int, cpus: StageCpus, task: bytes) -> bytes
         last = (complaints.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
         raise PipelineError(f"stage {stage} alone failed: {last}")
     return answer
+
+
+if __name__ == "__main__":
+    # As in a stage's process: the gguf package would import it, and it may bring an OpenMP runtime
+    # of its own, to fight torch's for the cores.
+    sys.modules["sentencepiece"] = None  # type: ignore[assignment]
+    runpy.run_module(sys.argv[1], run_name="__main__", alter_sys=True)

@@ -1,16 +1,19 @@
-"""What of a decode step is Python: all that a stage does from one result to the next, less the time
-inside kernels."""
+"""What of a decode step is Python, all that a stage does from one result to the next, less the time
+inside kernels; and which kernels the rest of a decode step and of a prefill step goes to."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from headrace.bench.batch_run import Batch, run_batch
+from headrace.bench.kernel_clock import PARTS
 from headrace.bench.machine import machine, versions
 from headrace.bench.running import running_engine
 from headrace.bench.stage_steps import StepTime, step_times
+from headrace.checkpoint.locate import locate_model
 from headrace.config import EngineConfig
 from headrace.errors import UsageError
 from headrace.protocol.plan import Plan, token_count
@@ -18,18 +21,25 @@ from headrace.protocol.plan import Plan, token_count
 
 @dataclass(frozen=True)
 class Overhead:
-    """What was measured. kernels: the path that they take. rounds: each one's times of the steps in
-    which every request decodes, and nothing else happens."""
+    """What was measured. kernels: the path that they take.
+
+    decode: each round's times of the steps in which every request decodes, and nothing else
+    happens. prefill: of all rounds, those of steps of nothing but prompts, of so many tokens each
+    at the median.
+    """
 
     config: EngineConfig
     batch: Batch
     dtype: str
     kernels: str
-    rounds: list[list[StepTime]]
+    decode: list[list[StepTime]]
+    prefill: list[StepTime]
+    prefill_tokens: int
 
     def as_json(self) -> dict[str, Any]:
         """The figures, in the units that the keys say: medians over all rounds' steps, and the
-        least and the most of the rounds' own medians."""
+        least and the most of the rounds' own medians. profile: see profile()."""
+        decode = [step for steps in self.decode for step in steps]
         return {
             "model": self.config.model,
             "pp": 1,
@@ -38,18 +48,22 @@ class Overhead:
             "num_prompts": self.batch.num_prompts,
             "input_len": self.batch.input_len,
             "output_len": self.batch.output_len,
-            "rounds": len(self.rounds),
-            "steps": sum(len(steps) for steps in self.rounds),
+            "rounds": len(self.decode),
+            "steps": len(decode),
             **self._spread("step_us", lambda step: step.seconds * 1e6),
-            **self._spread("python_us_per_step", lambda step: _python_s(step) * 1e6),
-            **self._spread("python_share", lambda step: _python_s(step) / step.seconds),
-            "kernel_calls_per_step": self.rounds[0][0].calls,
+            **self._spread("python_us_per_step", lambda step: step.python_s * 1e6),
+            **self._spread("python_share", lambda step: step.python_s / step.seconds),
+            "kernel_calls_per_step": decode[0].calls,
+            "profile": {
+                "decode": profile(decode, self.batch.num_prompts),
+                "prefill": profile(self.prefill, self.prefill_tokens),
+            },
             "machine": machine(),
             "versions": versions(),
         }
 
     def _spread(self, name: str, figure: Callable[[StepTime], float]) -> dict[str, float]:
-        values = [[figure(step) for step in steps] for steps in self.rounds]
+        values = [[figure(step) for step in steps] for steps in self.decode]
         medians = [float(np.median(steps)) for steps in values]
         return {
             name: float(np.median([value for steps in values for value in steps])),
@@ -58,27 +72,50 @@ class Overhead:
         }
 
 
+def profile(steps: Sequence[StepTime], tokens: int) -> dict[str, Any]:
+    """Where the time of steps of so many tokens goes, in percent, kernel_clock.PARTS and python.
+
+    The mean of the steps' own shares: medians would not add up to 100.
+    """
+    percent = {part: 100 * fmean(s.parts[part] / s.seconds for s in steps) for part in PARTS}
+    return {
+        "tokens": tokens,
+        "steps": len(steps),
+        "step_us": float(np.median([step.seconds for step in steps])) * 1e6,
+        "percent": {**percent, "python": 100 * fmean(s.python_s / s.seconds for s in steps)},
+    }
+
+
 def measure_overhead(
     config: EngineConfig, batch: Batch, rounds: int, say: Callable[[str], None]
 ) -> Overhead:
-    """Record a run of the batch, and repeat its plans on the stage alone. say: told what runs.
+    """Record a run of the batch, and one that ends with its prompts, and repeat their plans on the
+    stage alone. say: told what runs.
 
-    config: of a pipeline of one stage, with room for all requests at once. Raises what launch(),
-    the engine and step_times() raise.
+    config: of a pipeline of one stage, with room for all requests at once, and without a prefix
+    cache. Raises what launch(), the engine and step_times() raise, and UsageError if the model is
+    synthetic.
     """
+    if locate_model(config.model).kind == "synthetic":
+        raise UsageError("--model must be a real one: a synthetic model's stages have no kernels")
     with running_engine(config, say) as running:
         say("recording a run")
         plans = run_batch(running.engine, batch).plans
-    wanted = decode_steps(plans, batch.num_prompts)
+        prompts = run_batch(running.engine, replace(batch, output_len=1)).plans
+    decode = decode_steps(plans, batch.num_prompts)
+    prefill = [len(plans) + place for place in full_steps(prompts)]
+    plans += prompts
     say("the same plans on the stage alone")
     times = step_times(running.stage_configs[0], running.cpus[0], running.num_blocks, plans, rounds)
+    # The first plan has no time, and is none of those wanted: its requests have yet to come.
     return Overhead(
         config=config,
         batch=batch,
         dtype=running.dtype,
         kernels=running.loaded[0].kernels,
-        # The first plan has no time, and is never one of them: its requests have yet to come.
-        rounds=[[steps[step - 1] for step in wanted] for steps in times],
+        decode=[[steps[place - 1] for place in decode] for steps in times],
+        prefill=[steps[place - 1] for steps in times for place in prefill],
+        prefill_tokens=int(np.median([token_count(plans[place]) for place in prefill])),
     )
 
 
@@ -100,5 +137,7 @@ def decode_steps(plans: Sequence[Plan], requests: int) -> list[int]:
     return found
 
 
-def _python_s(step: StepTime) -> float:
-    return step.seconds - step.kernel_s
+def full_steps(plans: Sequence[Plan]) -> list[int]:
+    """The places of plans with at least half as many tokens as the one with the most."""
+    tokens = [token_count(plan) for plan in plans]
+    return [place for place, count in enumerate(tokens) if 2 * count >= max(tokens)]

@@ -118,7 +118,7 @@ def measure_roofline(
     Each rate is measured `rounds` times after a warm-up. say: told what runs. Raises ModelError if
     the model cannot be read, UsageError if it is synthetic.
     """
-    config = _read_config(model)
+    config = read_config(model)
     counts = sorted({1, usable_cores()})
     rates = []
     before = torch.get_num_threads()
@@ -180,7 +180,7 @@ def prefill_work(config: ModelConfig, dtype: Dtype, batch: Batch) -> Work:
     """Of all prompts together."""
     costs = layer_costs(config)
     tokens = batch.num_prompts * batch.input_len
-    products = 2 * (config.num_layers * costs.layer * tokens + costs.head * batch.num_prompts)
+    products = 2 * (config.num_layers * costs.layer * tokens + _head(config) * batch.num_prompts)
     attended = sum(_attended(config, position) for position in range(batch.input_len))
     attention = _attention_operations(config, attended) * batch.num_prompts
     return Work(products + attention, -(-tokens // _ROWS) * _weight_bytes(config, dtype))
@@ -193,7 +193,7 @@ def decode_work(config: ModelConfig, dtype: Dtype, batch: Batch) -> Work:
         return Work(0, 0)
     context = sum(_attended(config, position) for position in positions) / len(positions)
     costs = layer_costs(config)
-    products = 2 * (config.num_layers * costs.layer + costs.head)
+    products = 2 * (config.num_layers * costs.layer + _head(config))
     per_position = 2 * config.num_layers * config.num_kv_heads * config.head_dim * _size(dtype)
     rows = batch.num_prompts
     return Work(
@@ -214,7 +214,12 @@ def _attention_operations(config: ModelConfig, attended: float) -> float:
 
 def _weight_bytes(config: ModelConfig, dtype: Dtype) -> int:
     costs = layer_costs(config)
-    return (config.num_layers * costs.layer + costs.head) * _size(dtype)
+    return (config.num_layers * costs.layer + _head(config)) * _size(dtype)
+
+
+def _head(config: ModelConfig) -> int:
+    """Weights of the output projection."""
+    return config.vocab_size * config.hidden_size
 
 
 def _size(dtype: Dtype) -> int:
@@ -258,7 +263,8 @@ def _rate(work: float, rounds: int, run: Callable[[], object]) -> Rate:
     return Rate(per_s)
 
 
-def _read_config(model: str) -> ModelConfig:
+def read_config(model: str) -> ModelConfig:
+    """Of a model on disk. Raises ModelError if it cannot be read, UsageError if it is synthetic."""
     files = locate_model(model)
     if files.kind == "synthetic":
         raise UsageError("--model must be a real one: a synthetic model's stages compute nothing")

@@ -21,8 +21,10 @@ import zmq
 from headrace.bench.alone import answer_alone
 from headrace.bench.kernel_clock import KernelClock, timed_kernels
 from headrace.bench.stage_alone import load_executor
+from headrace.model.llama import LlamaStage
 from headrace.pipeline.cpus import StageCpus
 from headrace.pipeline.effects import Effect, EmitResult
+from headrace.pipeline.executor import ModelExecutor
 from headrace.pipeline.stage_loop import Executor, StageRole, stage_loop
 from headrace.pipeline.stage_worker import ControlSocket, drive
 from headrace.pipeline.timeline import StageTimeline
@@ -32,12 +34,17 @@ from headrace.protocol.plan import Plan
 
 
 class StepTime(msgspec.Struct, array_like=True, frozen=True):
-    """seconds: from the result of the step before to its own. kernel_s: of these, in kernels, of
-    which there were so many calls."""
+    """seconds: from the result of the step before to its own. parts: of these, in kernels, of which
+    there were so many calls; by kernel_clock.PARTS."""
 
     seconds: float
-    kernel_s: float
+    parts: dict[str, float]
     calls: int
+
+    @property
+    def python_s(self) -> float:
+        """Seconds outside kernels."""
+        return self.seconds - sum(self.parts.values())
 
 
 class _Task(msgspec.Struct, array_like=True):
@@ -77,7 +84,7 @@ class _Stand:
         for data in encoded[: self.window]:
             self.socket.send(data)
         left = iter(encoded[self.window :])
-        since: tuple[float, float, int] | None = None
+        since: float | None = None
         value: Any = None
         while True:
             try:
@@ -87,16 +94,16 @@ class _Stand:
             value = yield effect
             if not isinstance(effect, EmitResult):
                 continue
-            now, kernel_s, calls = perf_counter(), self.clock.seconds, self.clock.calls
+            now = perf_counter()
+            parts, calls = self.clock.take()
             if since is not None:
-                times = StepTime(now - since[0], kernel_s - since[1], calls - since[2])
-                self.times.append(times)
+                self.times.append(StepTime(now - since, parts, calls))
             for data in left:
                 self.socket.send(data)
                 break
             while self.socket.poll(0):
                 self.socket.recv()
-            since = perf_counter(), kernel_s, calls
+            since = perf_counter()
 
 
 def run_steps(
@@ -138,7 +145,9 @@ def _run() -> None:
         executor = load_executor(task.config, task.num_blocks)
         gc.collect()
         gc.freeze()
-        with timed_kernels() as clock:
+        assert isinstance(executor, ModelExecutor)
+        assert isinstance(executor.model, LlamaStage)
+        with timed_kernels(executor.model) as clock:
             rounds = [
                 run_steps(executor, task.config, task.cpus, task.plans, clock)
                 for _ in range(task.rounds + 1)

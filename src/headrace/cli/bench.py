@@ -8,6 +8,7 @@ import typer
 
 from headrace.bench.engine_cost import engine_cost
 from headrace.bench.figures import SETTINGS
+from headrace.cli.bench_kernels import kernels
 from headrace.cli.bench_latency import latency
 from headrace.cli.bench_microbatches import microbatches
 from headrace.cli.bench_overhead import overhead
@@ -24,6 +25,7 @@ app.command()(throughput)
 app.command()(latency)
 app.command()(roofline)
 app.command()(overhead)
+app.command()(kernels)
 app.command()(overlap)
 app.command()(microbatches)
 

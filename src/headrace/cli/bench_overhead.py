@@ -1,4 +1,4 @@
-"""`headrace bench overhead`: what of a decode step is Python."""
+"""`headrace bench overhead`: what of a decode step is Python, and where the rest of a step goes."""
 
 import json
 from typing import Annotated, Any, cast
@@ -23,7 +23,8 @@ def overhead(
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> int:
-    """Time of a decode step on a single stage, and what of it is spent outside the kernels."""
+    """Time of a decode step on a single stage, what of it is spent outside the kernels, and where
+    the time of decode steps and of prefill steps goes."""
     # Only here: it brings in all of torch.
     from headrace.bench.overhead import measure_overhead
 
@@ -66,6 +67,21 @@ def _print_answer(answer: dict[str, Any]) -> None:
                 "most": answer[f"{name}_max"],
             }
             for name in figures
+        ]
+    )
+    steps = answer["profile"]
+    shares = {f"{kind} (%)": steps[kind]["percent"] for kind in steps}
+    print(
+        "where the time goes: "
+        + ", ".join(
+            f"{kind} steps of {of['tokens']} tokens, {of['step_us']:.4g} us"
+            for kind, of in steps.items()
+        )
+    )
+    print_rows(
+        [
+            {"part": part, **{name: percent[part] for name, percent in shares.items()}}
+            for part in steps["decode"]["percent"]
         ]
     )
     print_where(answer)

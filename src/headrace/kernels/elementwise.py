@@ -24,7 +24,7 @@ def embed(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> torch.Te
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor
 ) -> torch.Tensor:
-    """Root-mean-square norm of x [T, hidden] by rows, computed in float32, times weight [hidden]."""
+    """Root-mean-square norm of x [T, hidden] by rows, times weight [hidden]; in float32."""
     if not path.runs_native(x.device, x.dtype):
         return out.copy_(reference.rms_norm(x, weight, epsilon))
     return _rms_norm(x, None, weight, epsilon, out)

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 
 from headrace.kernels import path
 
-
 # oneDNN 3.7 multiplies so many rows of bfloat16 more slowly than a few more: 32 rows by SmolLM2's
 # output projection took 7.0 ms on two cores with AMX, 33 rows 4.3 ms.
 _SLOW_ROWS = range(17, 33)
@@ -44,7 +43,7 @@ class Linear:
         )
 
     def addresses(self) -> tuple[int, int, int, int]:
-        """Of the packed weight and the bias (0: none), and how many outputs and inputs there are."""
+        """Of the packed weight and of the bias, 0 for none; numbers of outputs and of inputs."""
         bias = 0 if self._bias is None else self._bias.data_ptr()
         return self._weight.data_ptr(), bias, self.out_features, self.in_features
 

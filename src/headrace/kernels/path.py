@@ -67,8 +67,4 @@ def path_name() -> str:
 
 def runs_native(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether native kernels work on such tensors."""
-    return (
-        _path != REFERENCE
-        and device.type == "cpu"
-        and dtype in (torch.float32, torch.bfloat16)
-    )
+    return _path != REFERENCE and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)

@@ -89,7 +89,9 @@ def paged_attention(
             if sliding_window is not None:
                 visible &= places > own - sliding_window
             chunk = slice(starts[r], starts[r + 1])
-            output[chunk] = _attend(query[None, chunk], keys, values, visible[None], scale, sinks)[0]
+            output[chunk] = _attend(query[None, chunk], keys, values, visible[None], scale, sinks)[
+                0
+            ]
     return output
 
 

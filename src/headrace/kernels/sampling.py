@@ -27,6 +27,7 @@ def choose(logits: torch.Tensor, choices: np.ndarray) -> torch.Tensor:
     Each token follows from its own row and choice alone, whatever else is chosen at once.
     """
     assert path.native is not None
+    assert path.runs_native(logits.device, logits.dtype)
     assert choices.dtype == CHOICE
     assert choices.flags.c_contiguous
     if logits.stride(1) != 1:

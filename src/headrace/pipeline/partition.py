@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from headrace.errors import UsageError
 from headrace.protocol.model_config import ModelConfig, StageShare
 
-
 # Of this many tokens that pass the layers one is sampled, and so passes the output projection too:
 # between chats, with as many tokens in as out, and summaries, with some five in for one out.
 _TOKENS_A_SAMPLE = 3

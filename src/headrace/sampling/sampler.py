@@ -2,7 +2,8 @@
 
 On a CPU a row's token is the same, bit for bit, alone or in any batch: every operation works on
 elements, or along a row from its first element to its last, so that no sum depends on the batch's
-shape or on the number of threads.
+shape or on the number of threads. Rows of float32 and bfloat16 go to a native kernel there, which
+rounds differently from torch: the two may part where the first two tokens all but tie.
 
 Tokens run a race: each draws an exponential waiting time at the rate of its own weight, and the
 first to arrive is taken, which happens with its probability (the Gumbel-max trick, Gumbel 1954).

@@ -24,17 +24,21 @@ constexpr int kMostSums = kMostRows * 4 / 3;
 template <int Rows>
 constexpr int kGroups = Rows * 4 * kWide <= kMostSums ? 4 : Rows * 2 * kWide <= kMostSums ? 2 : 1;
 
+// Blocks between the one that is worked on and the one that is fetched from memory meanwhile.
+constexpr int64_t kAhead = 4;
+
 template <int Rows, int Groups>
 struct Sums {
   F32 of[Rows][Groups][kWide] = {};
 };
 
 // As multiply_add of tile.hpp, for groups of kColumns columns that begin at b[group]; k need not be
-// whole pairs.
+// whole pairs. ahead: where what is needed a while later lies, `lines` cache lines a row, or none.
 template <int Rows, int Groups, typename T>
 HEADRACE_INLINE void multiply_add_columns(Sums<Rows, Groups>& sums, const float* a,
                                           int64_t a_stride, const T* const (&b)[Groups],
-                                          int64_t row_stride, int64_t k) {
+                                          int64_t row_stride, int64_t k, const T* ahead,
+                                          int lines) {
   const auto add = [&](int64_t at, int half) __attribute__((always_inline)) {
     const int64_t row_start = at / kPair<T> * row_stride;
 #pragma GCC unroll 4
@@ -53,6 +57,10 @@ HEADRACE_INLINE void multiply_add_columns(Sums<Rows, Groups>& sums, const float*
   };
   int64_t at = 0;
   for (; at + kPair<T> <= k; at += kPair<T>) {
+    if (ahead) {
+      const char* row = reinterpret_cast<const char*>(ahead + at / kPair<T> * row_stride);
+      for (int line = 0; line < lines; line++) __builtin_prefetch(row + 64 * line);
+    }
     add(at, 0);
     if constexpr (kPair<T> == 2) add(at + 1, 1);
   }
@@ -106,12 +114,10 @@ struct Attention {
     }
   }
 
-  // Keys and values are read once where one tile is all there is: they come from memory then, a
-  // block here and a block there, which the CPU does not foresee.
-  void foresee(const void* from) const {
-    const char* bytes = static_cast<const char*>(from);
-    for (int64_t at = 0; at < per_head * int64_t(sizeof(T)); at += 64)
-      __builtin_prefetch(bytes + at);
+  // Whether the tile is all that attends to its keys and values: they come from memory then, a block
+  // here and a block there, which the CPU does not foresee.
+  bool alone(const Tile& tile) const {
+    return args.query_starts[tile.row + 1] - args.query_starts[tile.row] == 1;
   }
 
   const T* keys(const Tile& tile, int64_t block) const {
@@ -127,14 +133,17 @@ struct Attention {
   // Scores of Blocks blocks from `block` on; `to` is where the first one's go.
   template <int Rows, int Blocks>
   void score_blocks(const Tile& tile, const float* queries, float* to, int64_t stride,
-                    int64_t block) const {
+                    int64_t block, int64_t end_block) const {
     const CacheShape& shape = args.cache;
     for (int64_t at = 0; at < shape.block_rows; at += kColumns) {
       const T* columns[Blocks];
       for (int b = 0; b < Blocks; b++) columns[b] = keys(tile, block + b) + at * kPair<T>;
+      const T* ahead = alone(tile) && block + kAhead < end_block
+                           ? keys(tile, block + kAhead) + at * kPair<T>
+                           : nullptr;
       Sums<Rows, Blocks> sums;
       multiply_add_columns<Rows, Blocks, T>(sums, queries, shape.head_dim, columns,
-                                            shape.block_rows * kPair<T>, shape.head_dim);
+                                            shape.block_rows * kPair<T>, shape.head_dim, ahead, 1);
       for (int row = 0; row < Rows; row++)
         for (int b = 0; b < Blocks; b++)
           for (int v = 0; v < kWide; v++)
@@ -147,21 +156,15 @@ struct Attention {
   void score(const Tile& tile, const float* queries, float* scores, int64_t stride,
              int64_t first_block, int64_t end_block) const {
     constexpr int together = kGroups<Rows>;
-    const bool alone = args.query_starts[tile.row + 1] - args.query_starts[tile.row] == 1;
     int64_t block = first_block;
     for (; block + together <= end_block; block += together) {
-      if (alone)
-        for (int64_t b = block; b < block + together; b++) {
-          if (b + together < end_block) foresee(keys(tile, b + together));
-          foresee(values(tile, b));
-        }
       score_blocks<Rows, together>(tile, queries,
                                    scores + (block - first_block) * args.cache.block_rows, stride,
-                                   block);
+                                   block, end_block);
     }
     for (; block < end_block; block++)
       score_blocks<Rows, 1>(tile, queries, scores + (block - first_block) * args.cache.block_rows,
-                            stride, block);
+                            stride, block, end_block);
   }
 
   // Scores to weights that still lack the division by what is returned. What lies outside
@@ -202,11 +205,15 @@ struct Attention {
       const T* columns[Groups];
       for (int g = 0; g < Groups; g++)
         columns[g] = values(tile, block) + (d + g * kColumns) * kPair<T>;
+      const T* ahead = d == 0 && alone(tile) && block + kAhead < end_block
+                           ? values(tile, block + kAhead)
+                           : nullptr;
       // No further than the last position: what lies behind may be another sequence's infinity,
       // and 0 times that is no number.
       multiply_add_columns<Rows, Groups, T>(
           sums, weights + (block - first_block) * shape.block_rows, stride, columns,
-          shape.head_dim * kPair<T>, smaller(shape.block_size, last + 1 - block * shape.block_size));
+          shape.head_dim * kPair<T>, smaller(shape.block_size, last + 1 - block * shape.block_size), ahead,
+          int(shape.head_dim * kPair<T> * sizeof(T) / 64));
     }
     for (int row = 0; row < Rows; row++) {
       int64_t head;

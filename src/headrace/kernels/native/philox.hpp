@@ -39,6 +39,11 @@ class Philox {
     for (int i = 0; i < 4; i++) out[i] = counter[i];
   }
 
+  // The bits of neighbouring blocks.
+  __attribute__((noinline)) void blocks(int64_t first, int64_t count, uint64_t* out) const {
+    for (int64_t i = 0; i < count; i++) block(first + i, out + 4 * i);
+  }
+
  private:
   static constexpr int kRounds = 10;
   uint64_t index_, keys_[kRounds][2];

@@ -1,4 +1,4 @@
-// Choosing tokens from logits. sampling/sampler.py and filters.py say in torch what is chosen.
+// Choosing tokens from logits. What is chosen is said in torch by sampling/sampler.py, filters.py.
 //
 // A row is read in groups of tokens whose largest logits are taken first. They tell which groups
 // can hold what is looked for: the likeliest token, the tokens above a threshold, or one that may
@@ -29,23 +29,23 @@ HEADRACE_INLINE F32 load_some(const T* from, int64_t count) {
   return v;
 }
 
-// The first to arrive so far. A token of weight w arrives at w / waiting_time: the greatest wins.
+// Who arrives first. A token's speed is its weight over its waiting time; the fastest wins.
 struct Race {
   Philox stream;
   int64_t winner = 0;
-  float best = 0;
+  float best = 0;  // the winner's speed
 
-  // Whether a token may win whose bits are at least these; false only if it cannot. A waiting time
-  // is never shorter than the uniform number that it is made of, so this needs no logarithm.
+  // Whether a token may win whose bits are at least these. False only if it cannot: a waiting time
+  // is never shorter than the uniform number that it is made of. So few tokens need a logarithm.
   bool open_to(float weight, float bits) const {
     const float a_little_less = 1 - 1e-5f;
     return weight > best * (bits * (0x1p-32f * a_little_less));
   }
 
   void enter(int64_t token, float weight, uint32_t bits) {
-    const float arrival = weight / waiting_time(bits);
-    if (arrival > best || (arrival == best && token < winner)) {
-      best = arrival;
+    const float speed = weight / waiting_time(bits);
+    if (speed > best || (speed == best && token < winner)) {
+      best = speed;
       winner = token;
     }
   }
@@ -59,11 +59,11 @@ struct Race {
 
 // The tokens that filters have not left out so far. All arrays have room for the whole vocabulary.
 struct Candidates {
-  int64_t count = 0;
   int32_t* tokens;
-  float* scores;   // logits, then divided by the temperature
+  float* scores;   // logits, later divided by the temperature
   float* weights;  // 1 for the likeliest
   float* spare[2];
+  int64_t count = 0;
 };
 
 template <typename T>
@@ -108,8 +108,7 @@ struct Row {
     for (int64_t group = 0; group < groups; group++) {
       if (!race.open_to(rates[group], 0.5f)) continue;
       uint64_t numbers[kGroup / 2];
-      for (int64_t block = 0; block < kGroup / kBlockTokens; block++)
-        race.stream.block(group * (kGroup / kBlockTokens) + block, numbers + block * 4);
+      race.stream.blocks(group * (kGroup / kBlockTokens), kGroup / kBlockTokens, numbers);
       if (!race.open_to(rates[group], float(least_bits(numbers)))) continue;
       for (int64_t i = 0; i < size_of(group); i++) {
         const uint32_t bits = bits_of(numbers, i);
@@ -136,7 +135,8 @@ struct Row {
     for (int64_t i = 0; i < some.count; i++) {
       if (!race.open_to(some.weights[i], 0.5f)) continue;
       const int64_t token = some.tokens[i], block = token / kBlockTokens;
-      if (block != drawn) race.stream.block(drawn = block, numbers);
+      if (block != drawn) race.stream.block(block, numbers);
+      drawn = block;
       const uint32_t bits = bits_of(numbers, token % kBlockTokens);
       if (race.open_to(some.weights[i], float(bits))) race.enter(token, some.weights[i], bits);
     }
@@ -196,10 +196,10 @@ struct Row {
     if (k <= groups) {
       // That many groups have a logit that large, so the one looked for is not below it.
       for (int64_t group = 0; group < groups; group++) some.spare[0][group] = tops[group];
-      floor = kth_largest(some.spare[0], some.spare[1], groups, k);
+      floor = value_at<false>(some.spare[0], some.spare[1], groups, double(k));
     }
     collect(some, floor);
-    return kth_largest(some.scores, some.spare[0], some.count, k);
+    return value_at<false>(some.scores, some.spare[0], some.count, double(k));
   }
 
   double sum_of_all() const {
@@ -214,17 +214,9 @@ struct Row {
     return total;
   }
 
-  static double sum_of(const Candidates& some) {
-    double total = 0;
-    for (int64_t i = 0; i < some.count; i++) total += double(some.weights[i]);
-    return total;
-  }
-
   static void leave_out_beyond(Candidates& some, double enough) {
     for (int64_t i = 0; i < some.count; i++) some.spare[0][i] = some.weights[i];
-    const float cut = value_at(some.spare[0], some.spare[1], some.count, enough,
-                               [](float weight) { return double(weight); });
-    keep(some, kNothing, cut);
+    keep(some, kNothing, value_at<true>(some.spare[0], some.spare[1], some.count, enough));
   }
 
   void filter(Candidates& some) const {
@@ -238,7 +230,7 @@ struct Row {
       }
       collect_weighed(some, floor);
       keep(some, last / choice.temperature, choice.min_p);
-      if (choice.top_p < 1) leave_out_beyond(some, choice.top_p * sum_of(some));
+      if (choice.top_p < 1) leave_out_beyond(some, choice.top_p * sum_of(some.weights, some.count));
       return;
     }
     const double enough = choice.top_p * sum_of_all();
@@ -247,7 +239,7 @@ struct Row {
     const double shares[] = {16, 512, double(width)};
     for (const double share : shares) {
       collect_weighed(some, below(logit_of((1 - choice.top_p) / share)));
-      if (sum_of(some) >= enough) break;
+      if (sum_of(some.weights, some.count) >= enough) break;
     }
     leave_out_beyond(some, enough);
   }
@@ -257,27 +249,25 @@ template <typename T>
 int64_t choose_row(const T* logits, int64_t width, const Choice& choice) {
   const bool greedy = choice.temperature == 0;
   const bool filters = !greedy && (choice.top_k > 0 || choice.min_p > 0 || choice.top_p < 1);
-  const int64_t few = whole_vectors(Row<T>::groups_of(width)), many = filters ? whole_vectors(width) : 0;
-  float* memory = scratch<float>(2 * few + 5 * many);
-  for (int64_t i = 0; i < few; i++) memory[i] = kNothing;
-  const Row<T> row(logits, width, choice, memory);
+  const int64_t few = whole_vectors(Row<T>::groups_of(width));
+  const int64_t many = filters ? whole_vectors(width) : 0;
+  float* tops = scratch<float>(2 * few + 5 * many);
+  float* rates = tops + few;
+  float* more = rates + few;
+  for (int64_t i = 0; i < few; i++) tops[i] = kNothing;
+  const Row<T> row(logits, width, choice, tops);
   const int64_t likeliest = row.likeliest();
   // Infinite or too large for float32: no weights can be told, and the likeliest is the answer.
   if (greedy || row.peak_score - row.peak_score != 0) return likeliest;
   Race race{Philox(choice.seed, choice.index)};
   race.enter(likeliest, 1);
   if (filters) {
-    float* more = memory + 2 * few;
-    Candidates some;
-    some.scores = more;
-    some.weights = more + many;
-    some.spare[0] = more + 2 * many;
-    some.spare[1] = more + 3 * many;
-    some.tokens = reinterpret_cast<int32_t*>(more + 4 * many);
+    Candidates some{reinterpret_cast<int32_t*>(more), more + many, more + 2 * many,
+                    {more + 3 * many, more + 4 * many}};
     row.filter(some);
     row.race_of(some, race);
   } else {
-    row.race_of_all(race, memory + few);
+    row.race_of_all(race, rates);
   }
   return race.winner;
 }

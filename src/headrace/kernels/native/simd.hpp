@@ -113,7 +113,8 @@ HEADRACE_INLINE float largest(F32 v) {
   return top;
 }
 
-// e^x to about one unit in the last place; 0 below -87.3, where float32 has no normal numbers.
+// e^x to about one unit in the last place; 0 below -87.3, where float32 has no normal numbers, and
+// infinite above 88.3, near its largest.
 //
 // x = n ln 2 + r with |r| <= ln 2 / 2; ln 2 is subtracted in two parts so that r is exact enough
 // (Cody and Waite 1980); e^r by its Taylor polynomial of degree 7, whose rest is below 1e-8.
@@ -137,7 +138,8 @@ HEADRACE_INLINE F32 exponential(F32 x) {
   const I32 exponent = __builtin_convertvector(n, I32);
   const F32 power = (F32)((exponent + 127) << 23);
   const F32 result = p * power;
-  return x < lowest ? F32{} : result;
+  const F32 grown = x > highest ? broadcast(__builtin_inff()) : result;
+  return x < lowest ? F32{} : grown;
 }
 
 }  // namespace

@@ -1,0 +1,175 @@
+"""Native norms, activations and gathers against their torch references."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.kernels import reference
+from headrace.kernels.elementwise import add_rms_norm, embed, rms_norm, silu_and_multiply
+from kernels.bounds import assert_guards_untouched, assert_within, guarded, room, roundoff
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+EPSILON = 1e-5
+ROWS, WIDTHS = st.integers(1, 20), st.integers(1, 70) | st.integers(71, 1100)
+# Each beside ordinary numbers: no overflow but its own, so no order of sums matters.
+SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1e30, 3e38, -3e38, torch.inf, -torch.inf, torch.nan]
+
+
+def numbers(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * 3).to(dtype)
+
+
+def with_specials(x: torch.Tensor) -> torch.Tensor:
+    """A row for each special number, at a place of its own."""
+    x = x.clone()
+    for row, special in enumerate(SPECIAL):
+        x[row, row * 7 % x.shape[1]] = special
+    return x
+
+
+def norm_error(dtype: torch.dtype, expected: torch.Tensor, width: int) -> torch.Tensor:
+    """Sums of squares in another order, four or more chains of them; after that the normed number
+    may be rounded to the dtype the other way, before the weight multiplies it."""
+    relative = (width / 4 + 8) * roundoff(torch.float32)
+    if dtype != torch.float32:
+        relative += 2 * roundoff(dtype)
+    return relative * expected.double().abs().nan_to_num(0.0, 0.0, 0.0)
+
+
+@DTYPES
+@given(rows=ROWS, width=WIDTHS, delta=st.booleans(), seed=st.integers(0, 1000))
+@settings(max_examples=30, deadline=None)
+def test_native_norms_equal_the_reference(
+    native_path: str, dtype: torch.dtype, rows: int, width: int, delta: bool, seed: int
+) -> None:
+    x, weight = numbers((rows, width), seed, dtype), numbers((width,), seed + 1, dtype)
+    added = numbers((rows, width), seed + 2, dtype)
+    found, out = guarded(x), room(rows, width, dtype=dtype)
+    if delta:
+        x += added
+        assert add_rms_norm(found, guarded(added), guarded(weight), EPSILON, out) is out
+    else:
+        assert rms_norm(found, guarded(weight), EPSILON, out) is out
+    expected = reference.rms_norm(x, weight, EPSILON)
+    assert_within(out, expected, norm_error(dtype, expected, width))
+    assert torch.equal(found, x)
+    assert_guards_untouched(found, out)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [10, 33, 64])
+def test_native_norms_of_special_numbers_equal_the_reference(
+    native_path: str, dtype: torch.dtype, width: int
+) -> None:
+    x = with_specials(numbers((len(SPECIAL), width), 1, dtype))
+    delta = with_specials(numbers((len(SPECIAL), width), 2, dtype).flip(0)).flip(0)
+    weight = numbers((width,), 3, dtype)
+    expected = reference.rms_norm(x, weight, EPSILON)
+    out = room(*x.shape, dtype=dtype)
+    rms_norm(x, weight, EPSILON, out)
+    assert_within(out, expected, norm_error(dtype, expected, width))
+    found = x.clone()
+    add_rms_norm(found, delta, weight, EPSILON, out)
+    added = x + delta
+    assert torch.equal(found.nan_to_num(7.0), added.nan_to_num(7.0))
+    expected = reference.rms_norm(added, weight, EPSILON)
+    assert_within(out, expected, norm_error(dtype, expected, width))
+
+
+@DTYPES
+@pytest.mark.parametrize("value", [0.0, 1e-30, 1e-45, 1e18])
+def test_native_norms_of_rows_that_are_all_alike_equal_the_reference(
+    native_path: str, dtype: torch.dtype, value: float
+) -> None:
+    x, weight = torch.full((3, 45), value).to(dtype), numbers((45,), 1, dtype)
+    out = room(3, 45, dtype=dtype)
+    expected = reference.rms_norm(x, weight, EPSILON)
+    assert_within(rms_norm(x, weight, EPSILON, out), expected, norm_error(dtype, expected, 45))
+
+
+def silu_error(expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The exponential within two roundings, a sum, a quotient, a product; SiLU is rounded to the
+    dtype before it is multiplied."""
+    relative = 6 * roundoff(torch.float32) + roundoff(dtype)
+    return relative * expected.abs().nan_to_num(0.0, 0.0, 0.0)
+
+
+@DTYPES
+@given(rows=ROWS, width=WIDTHS, seed=st.integers(0, 1000))
+@settings(max_examples=30, deadline=None)
+def test_native_silu_equals_the_reference(
+    native_path: str, dtype: torch.dtype, rows: int, width: int, seed: int
+) -> None:
+    x = numbers((rows, 2 * width), seed, dtype)
+    out = room(rows, width, dtype=dtype)
+    assert silu_and_multiply(guarded(x), out) is out
+    expected = reference.silu_and_multiply(x.double())
+    assert_within(out, expected, silu_error(expected, dtype))
+    assert_guards_untouched(out)
+
+
+@DTYPES
+def test_native_silu_equals_the_reference_at_every_magnitude(
+    native_path: str, dtype: torch.dtype
+) -> None:
+    sizes = torch.cat((torch.logspace(-44, 38, 2000), torch.linspace(0, 130, 2000)))
+    gate = torch.cat((sizes, -sizes))[None]
+    x = torch.cat((gate, torch.ones_like(gate)), -1).to(dtype)
+    out = room(1, gate.shape[1], dtype=dtype)
+    silu_and_multiply(guarded(x), out)
+    expected = reference.silu_and_multiply(x.double())
+    # Where e^x leaves float32's range the result is 0 rather than the last small numbers.
+    smallest = 100 * torch.finfo(torch.float32).smallest_normal
+    assert_within(out, expected, silu_error(expected, dtype) + smallest)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [10, 33])
+def test_native_silu_of_special_numbers_equals_the_reference(
+    native_path: str, dtype: torch.dtype, width: int
+) -> None:
+    gate = with_specials(numbers((len(SPECIAL), width), 1, dtype))
+    up = with_specials(numbers((len(SPECIAL), width), 2, dtype))
+    for x in (torch.cat((gate, up), -1), torch.cat((gate, up.flip(0)), -1)):
+        out = room(len(SPECIAL), width, dtype=dtype)
+        silu_and_multiply(x, out)
+        expected = reference.silu_and_multiply(x)
+        assert_within(out, expected, silu_error(expected.double(), dtype) + 1e-36)
+
+
+@DTYPES
+@given(width=st.integers(1, 100), ids=st.lists(st.integers(0, 12), min_size=1, max_size=40))
+@settings(max_examples=30, deadline=None)
+def test_native_embedding_equals_torch(
+    native_path: str, dtype: torch.dtype, width: int, ids: list[int]
+) -> None:
+    table = with_specials(numbers((13, width), 1, dtype))
+    tokens = torch.tensor(ids)
+    out = room(len(ids), width, dtype=dtype)
+    assert embed(tokens, guarded(table), out) is out
+    assert torch.equal(out.view(torch.uint8), F.embedding(tokens, table).view(torch.uint8))
+    assert_guards_untouched(out)
+
+
+@DTYPES
+def test_rms_norm_equals_transformers(any_path: str, dtype: torch.dtype) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    theirs = LlamaRMSNorm(48, eps=EPSILON)
+    torch.nn.init.uniform_(theirs.weight)
+    theirs = theirs.to(dtype)
+    x = (torch.randn(7, 48) * 30).to(dtype)
+    with torch.no_grad():
+        expected = theirs(x)
+        assert torch.equal(reference.rms_norm(x, theirs.weight, EPSILON), expected)
+        found = rms_norm(x, theirs.weight, EPSILON, torch.empty_like(x))
+    assert_within(found, expected, norm_error(dtype, expected, 48))
+
+
+def test_silu_and_multiply_takes_the_gate_from_the_first_half(any_path: str) -> None:
+    gate, up = torch.randn(3, 8), torch.randn(3, 8)
+    found = silu_and_multiply(torch.cat((gate, up), -1), torch.empty(3, 8))
+    torch.testing.assert_close(found, F.silu(gate) * up)

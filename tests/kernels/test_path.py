@@ -1,0 +1,130 @@
+"""Which kernels a process takes, as a user chooses and sees it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from command import Command, Finished
+from headrace.errors import StartError
+from headrace.kernels import REFERENCE, path
+from tiny_checkpoints import write_tiny_gguf
+
+MISSING = "native kernels are missing"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 16 elements, which the native kernels take."""
+    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", heads=2, kv_heads=1)
+
+
+@pytest.fixture(scope="module")
+def without_extension(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What makes a process, and those it starts, one of an installation without the extension."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['headrace.kernels._native'] = None\n"
+    )
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
+
+def generate(model: Path, environment: dict[str, str], *arguments: str) -> Command:
+    common = ["--prompt", "What a day", "--temperature", "0", "--max-tokens", "40", "--ignore-eos"]
+    return Command(
+        ["generate", "--model", str(model), "--dtype", "float32", *common, *arguments, "--json"],
+        environment=environment,
+    )
+
+
+def output_tokens(finished: Finished) -> list[int]:
+    assert finished.code == 0, finished.err
+    tokens: list[int] = json.loads(finished.out)["output_token_ids"]
+    return tokens
+
+
+# A process for each path: forked, because importing torch takes most of its time.
+EACH_PATH = """
+import os, sys, torch
+from headrace.kernels import PATH_VARIABLE, REFERENCE, path
+from headrace.kernels.linear import Linear
+for name in sys.argv[1:]:
+    if not os.fork():
+        os.environ[PATH_VARIABLE] = name
+        note, code = path.choose_path(), path.native and path.native.path_name()
+        if name == REFERENCE:
+            path.native = None
+        x, weight = torch.randn(3, 20), torch.randn(7, 20)
+        y = Linear(weight, None, torch.float32)(x, torch.empty(3, 7))
+        print(path.path_name(), code, note, torch.allclose(y, x @ weight.T, atol=1e-5), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_a_process_takes_the_path_that_the_environment_names() -> None:
+    names = path.paths()
+    script = [sys.executable, "-c", EACH_PATH, *names]
+    told = subprocess.run(script, stdout=subprocess.PIPE, text=True, check=True, timeout=100)
+    for name, line in zip(names, told.stdout.splitlines(), strict=True):
+        taken, code, note, right = line.split()
+        assert (taken, note, right) == (name, "None", "True")
+        assert name in (REFERENCE, code)
+
+
+def test_without_the_extension_tokens_are_the_same_in_float32_and_it_is_said_once(
+    model: Path, without_extension: dict[str, str]
+) -> None:
+    started = [generate(model, without_extension, "-pp", "2"), generate(model, {})]
+    without, native = [command.finish() for command in started]
+    assert without.err.count(MISSING) == 1
+    assert MISSING not in native.err
+    tokens = output_tokens(native)
+    assert len(set(tokens)) > 10
+    assert output_tokens(without) == tokens
+
+
+def test_an_unknown_path_is_one_line_that_names_what_there_is(model: Path) -> None:
+    finished = generate(model, {"HEADRACE_KERNELS": "sse9"}).finish()
+    assert finished.code == 1
+    (line,) = finished.err.splitlines()
+    assert "HEADRACE_KERNELS=sse9" in line
+    assert ", ".join(path.paths()) in line
+    assert finished.left == []
+
+
+def test_without_the_extension_the_reference_may_be_named_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(path, "native", None)
+    monkeypatch.setattr(path, "_path", REFERENCE)
+    monkeypatch.delenv("HEADRACE_KERNELS", raising=False)
+    assert MISSING in (path.choose_path() or "")
+    monkeypatch.setenv("HEADRACE_KERNELS", REFERENCE)
+    assert path.choose_path() is None
+    monkeypatch.setenv("HEADRACE_KERNELS", "portable")
+    with pytest.raises(StartError, match=r"have torch$"):
+        path.choose_path()
+
+
+def test_a_path_that_is_not_here_leaves_the_one_that_was_taken() -> None:
+    before = path.path_name()
+    with pytest.raises(StartError, match="no-such-path"):
+        path.use_path("no-such-path")
+    assert path.path_name() == before
+
+
+def test_the_best_path_of_the_machine_is_taken_unless_another_is_named() -> None:
+    assert path.path_name() == path.paths()[-1]
+
+
+def test_only_float32_and_bfloat16_on_the_cpu_run_native(native_path: str) -> None:
+    cpu = torch.device("cpu")
+    assert path.runs_native(cpu, torch.float32)
+    assert path.runs_native(cpu, torch.bfloat16)
+    assert not path.runs_native(cpu, torch.float16)
+    assert not path.runs_native(torch.device("meta"), torch.float32)
