@@ -77,7 +77,7 @@ def error_bound(rows: Sequences) -> float:
 @example([(0, 1)], 16, 1, 1, 16, None, False, 0)
 @example([(0, 1)] * 30, 16, 3, 3, 64, None, False, 0)
 @example([(37, 30), (5, 1), (0, 61)], 3, 2, 7, 80, 9, True, 0)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 def test_native_attention_equals_the_reference_whatever_lies_in_blocks_of_others(
     native_path: str,
     dtype: torch.dtype,
@@ -150,7 +150,7 @@ def test_tiny_and_huge_values_are_averaged(
     head_dim=st.sampled_from([16, 48, 64, 80, 128]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_native_rotation_and_write_equal_the_reference_and_touch_no_other_place(
     native_path: str,
     dtype: torch.dtype,
@@ -207,7 +207,7 @@ def test_rotated_infinities_and_numbers_without_a_value_equal_the_reference(
 
 @DTYPES
 @given(block_size=st.integers(1, 40), head_dim=st.sampled_from([2, 8, 16]), seed=st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_what_is_written_to_a_cache_is_read_in_order(
     dtype: torch.dtype, block_size: int, head_dim: int, seed: int
 ) -> None:
@@ -258,7 +258,7 @@ def plain_attention(
     sinks=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_the_reference_is_attention_over_each_rows_own_past(
     steps: list[tuple[int, int]],
     block_size: int,

@@ -38,7 +38,7 @@ def test_a_product_of_the_first_rows_is_that_of_all(
     chosen=st.lists(st.integers(0, 29), min_size=1, max_size=40),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_a_rows_product_does_not_depend_on_the_other_rows(
     native_path: str, dtype: torch.dtype, outs: int, ins: int, chosen: list[int], seed: int
 ) -> None:
@@ -109,7 +109,7 @@ def chunkings(draw: st.DrawFn, lengths: list[int]) -> list[list[Part]]:
     sinks=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_attention_does_not_depend_on_the_other_rows_or_on_how_a_prompt_is_cut(
     native_path: str,
     dtype: torch.dtype,

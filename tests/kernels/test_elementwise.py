@@ -41,7 +41,7 @@ def norm_error(dtype: torch.dtype, expected: torch.Tensor, width: int) -> torch.
 
 @DTYPES
 @given(rows=ROWS, width=WIDTHS, delta=st.booleans(), seed=st.integers(0, 1000))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_native_norms_equal_the_reference(
     native_path: str, dtype: torch.dtype, rows: int, width: int, delta: bool, seed: int
 ) -> None:
@@ -99,7 +99,7 @@ def silu_error(expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @DTYPES
 @given(rows=ROWS, width=WIDTHS, seed=st.integers(0, 1000))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_native_silu_equals_the_reference(
     native_path: str, dtype: torch.dtype, rows: int, width: int, seed: int
 ) -> None:
@@ -142,7 +142,7 @@ def test_native_silu_of_special_numbers_equals_the_reference(
 
 @DTYPES
 @given(width=st.integers(1, 100), ids=st.lists(st.integers(0, 12), min_size=1, max_size=40))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_native_embedding_equals_torch(
     native_path: str, dtype: torch.dtype, width: int, ids: list[int]
 ) -> None:

@@ -41,7 +41,7 @@ def assert_equals_torch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
 @example(7, 33, 63, True, 0)
 # More rows than are worked on together, more weights than one share.
 @example(61, 150, 1031, False, 0)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_native_products_equal_torch(
     native_path: str, dtype: torch.dtype, rows: int, outs: int, ins: int, bias: bool, seed: int
 ) -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -37,8 +37,12 @@ def at_work(folder: Path, *arguments: str) -> Iterator[Command]:
 
 def cores_of_threads(pid: int) -> dict[int, frozenset[int]]:
     """Where each thread may run, by its id."""
-    tasks = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-    return {task: frozenset(os.sched_getaffinity(task)) for task in tasks}
+    found = {}
+    for name in os.listdir(f"/proc/{pid}/task"):
+        # One may end just now.
+        with suppress(ProcessLookupError):
+            found[int(name)] = frozenset(os.sched_getaffinity(int(name)))
+    return found
 
 
 def openmp_runtimes(pid: int) -> set[str]:

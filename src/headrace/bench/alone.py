@@ -7,7 +7,7 @@ import sys
 
 from headrace.errors import PipelineError
 from headrace.pipeline.cpus import StageCpus
-from headrace.pipeline.pinning import start_process
+from headrace.pipeline.pinning import keep_out_second_openmp, start_process
 
 
 def answer_alone(module: str, stage: int, cpus: StageCpus, task: bytes) -> bytes:
@@ -35,7 +35,5 @@ def answer_alone(module: str, stage: int, cpus: StageCpus, task: bytes) -> bytes
 
 
 if __name__ == "__main__":
-    # As in a stage's process: the gguf package would import it, and it may bring an OpenMP runtime
-    # of its own, to fight torch's for the cores.
-    sys.modules["sentencepiece"] = None  # type: ignore[assignment]
+    keep_out_second_openmp()
     runpy.run_module(sys.argv[1], run_name="__main__", alter_sys=True)

@@ -21,7 +21,7 @@ from headrace.kernels.attention import paged_attention, rotate_and_write
 from headrace.kernels.batch import AttentionBatch
 from headrace.kernels.elementwise import add_rms_norm, embed, silu_and_multiply
 from headrace.kernels.kv_cache import KvCache, bytes_per_block, new_cache
-from headrace.kernels.linear import Linear, computes_natively
+from headrace.kernels.linear import Linear, computes_natively, pack
 from headrace.kernels.sampling import CHOICE, choose
 from headrace.model.rope import rotation_tables
 from headrace.protocol.model_config import ModelConfig
@@ -187,7 +187,7 @@ def _product_cases(
     """By torch in float32, and in bfloat16 if that is wanted and the CPU multiplies it; both take
     and give numbers of their own kind."""
     weight = _random(dtype, outs, ins)
-    packed = [_pack(weight) for _ in range(_copies(weight.nbytes))]
+    packed = [pack(weight) for _ in range(_copies(weight.nbytes))]
     kinds = [torch.float32]
     if dtype == torch.bfloat16 and computes_natively(dtype):
         kinds.append(dtype)
@@ -213,15 +213,6 @@ def _product_cases(
             operations=2 * count * outs * ins,
             bytes_moved=weight.nbytes + x.nbytes + out.nbytes,
         )
-
-
-def _pack(weight: torch.Tensor) -> torch.Tensor:
-    """For the native product, even where a model would leave it to torch."""
-    assert path.native is not None
-    sizes = (*weight.shape, weight.dtype == torch.bfloat16)
-    packed = torch.empty(path.native.packed_size(*sizes), dtype=weight.dtype)
-    path.native.pack(weight.data_ptr(), packed.data_ptr(), *sizes)
-    return packed
 
 
 def _native_product(x: torch.Tensor, out: torch.Tensor) -> Callable[[torch.Tensor], object]:

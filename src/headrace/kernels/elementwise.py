@@ -7,10 +7,17 @@ from headrace.kernels import path, reference
 
 
 def embed(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Rows [T, hidden] of the table [vocab, hidden] for ids int64 [T], all below vocab."""
+    """Rows [T, hidden] of the table [vocab, hidden], contiguous, for ids int64 [T].
+
+    Raises IndexError for an id that the table does not have.
+    """
     if not path.runs_native(table.device, table.dtype):
         return out.copy_(F.embedding(ids, table))
     assert path.native is not None
+    assert table.is_contiguous()
+    least, most = torch.aminmax(ids)
+    if int(least) < 0 or int(most) >= len(table):
+        raise IndexError(f"token ids from {int(least)} to {int(most)}, there are {len(table)}")
     path.native.gather(
         table.data_ptr(),
         ids.data_ptr(),

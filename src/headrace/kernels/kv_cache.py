@@ -8,6 +8,7 @@ import torch
 
 # The native kernels read so many positions at a time.
 _POSITIONS_TOGETHER = 16
+_CACHE_LINE = 64
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def new_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KvCache:
-    """A cache of zeros: a masked place must not hold a NaN, which would survive the mask."""
+    """A cache of zeros, so that what nobody has written is at least a number."""
     pair, rows = _pair(dtype), _block_rows(block_size)
     sizes = num_blocks, kv_heads
     keys = _zeros((*sizes, head_dim // pair, rows, pair), dtype, device)
@@ -90,8 +91,13 @@ def _block_rows(block_size: int) -> int:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On CPUs through numpy, whose zeros take no memory until they are written; torch's do."""
+    """On CPUs through numpy, whose zeros take no memory until they are written; torch's do.
+
+    They begin where a cache line does, or half of all vectors would lie in two of them.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+    memory = np.zeros(size + _CACHE_LINE, dtype=np.uint8)
+    start = -memory.ctypes.data % _CACHE_LINE
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)

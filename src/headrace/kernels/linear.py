@@ -26,7 +26,8 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         self.dtype = dtype
         on_cpu = weight.device.type == "cpu"
-        by_onednn = dtype != torch.float32 and computes_natively(dtype)
+        half_width = on_cpu and dtype != torch.float32 and not path.is_chosen()
+        by_onednn = half_width and computes_natively(dtype)
         self.native = path.runs_native(weight.device, dtype) and not by_onednn
         self._wide = on_cpu and not self.native and not computes_natively(dtype)
         held = torch.float32 if self._wide else dtype
@@ -34,7 +35,7 @@ class Linear:
         self._bias = None if bias is None else bias.to(dtype).to(held)
         self._packed = on_cpu and not self.native and _can_pack()
         if self.native:
-            weight = _pack(weight)
+            weight = pack(weight)
         elif self._packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         self._weight = weight
@@ -81,6 +82,8 @@ class Linear:
 
 def computes_natively(dtype: torch.dtype) -> bool:
     """Whether this CPU has products of dtype and oneDNN uses them."""
+    if dtype != torch.float32 and not torch._C._has_mkldnn:
+        return False
     if dtype == torch.bfloat16:
         # oneDNN takes bfloat16 on any CPU with AVX-512, but then converts it to multiply.
         return bool(
@@ -92,7 +95,8 @@ def computes_natively(dtype: torch.dtype) -> bool:
     return True
 
 
-def _pack(weight: torch.Tensor) -> torch.Tensor:
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [out, in] of float32 or bfloat16 laid out for the native product, flat."""
     assert path.native is not None
     weight = weight.contiguous()
     sizes = (*weight.shape, weight.dtype == torch.bfloat16)

@@ -11,16 +11,22 @@ import torch
 from headrace.errors import StartError
 from headrace.kernels import PATH_VARIABLE, REFERENCE
 
+_MODULE = "headrace.kernels._native"
 
-def _load() -> ModuleType | None:
+
+def _load() -> tuple[ModuleType | None, str]:
+    """The extension, or None and why it is not there."""
     try:
-        return importlib.import_module("headrace.kernels._native")
-    except ImportError:
-        return None
+        return importlib.import_module(_MODULE), ""
+    except ModuleNotFoundError:
+        return None, "are missing: install a C++17 compiler, then headrace again"
+    except ImportError as error:
+        return None, f"cannot be loaded ({error}): install headrace again"
 
 
-native = _load()
+native, _reason = _load()
 _path = REFERENCE if native is None else str(native.path_name())
+_chosen = False
 
 
 def paths() -> list[str]:
@@ -33,14 +39,14 @@ def use_path(name: str) -> None:
 
     Raises StartError if there is no such path here.
     """
-    global _path
+    global _path, _chosen
     if name not in paths():
         raise StartError(
             f"{PATH_VARIABLE}={name}: this machine and installation have {', '.join(paths())}"
         )
     if native is not None and name != REFERENCE:
         native.use_path(name)
-    _path = name
+    _path, _chosen = name, True
 
 
 def choose_path() -> str | None:
@@ -53,9 +59,11 @@ def choose_path() -> str | None:
     if wanted:
         use_path(wanted)
     elif native is None:
+        return f"torch takes the place of native kernels, several times slower; they {_reason}"
+    elif not native.threaded and torch.get_num_threads() > 1:
         return (
-            "native kernels are missing, torch takes their place, several times slower: install "
-            "a C++17 compiler, then headrace again"
+            "native kernels use one thread of each stage, since they were not compiled by GCC: "
+            "install g++, then headrace again"
         )
     return None
 
@@ -63,6 +71,11 @@ def choose_path() -> str | None:
 def path_name() -> str:
     """The path taken now."""
     return _path
+
+
+def is_chosen() -> bool:
+    """Whether somebody chose the path, and so wants no library in its place."""
+    return _chosen
 
 
 def runs_native(device: torch.device, dtype: torch.dtype) -> bool:

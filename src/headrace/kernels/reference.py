@@ -89,9 +89,8 @@ def paged_attention(
             if sliding_window is not None:
                 visible &= places > own - sliding_window
             chunk = slice(starts[r], starts[r + 1])
-            output[chunk] = _attend(query[None, chunk], keys, values, visible[None], scale, sinks)[
-                0
-            ]
+            attended = _attend(query[None, chunk], keys, values, visible[None], scale, sinks)
+            output[chunk] = attended[0]
     return output
 
 

@@ -15,7 +15,7 @@ from headrace.model.weights import TensorSource
 from headrace.protocol.model_config import ModelConfig, StageShare
 
 
-@dataclass(frozen=True)
+@dataclass
 class LlamaStage:
     """The part of the model that one stage holds.
 
@@ -34,7 +34,7 @@ class LlamaStage:
     _work: LayerWork = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_work", LayerWork(self.config, self.layers))
+        self._work = LayerWork(self.config, self.layers)
 
     @property
     def num_layers(self) -> int:

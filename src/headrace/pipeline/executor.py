@@ -150,6 +150,8 @@ class ModelExecutor:
         )
 
     def _admit(self, admission: Admission) -> None:
+        if not 0 <= admission.slot < self.max_num_seqs:
+            raise PlanOrderError(f"there is no slot {admission.slot} to give out")
         if admission.slot in self._slots:
             raise PlanOrderError(f"slot {admission.slot} is given out while it is taken")
         # A new object, so that nothing of the slot's former sequence can remain.
@@ -215,9 +217,10 @@ class ModelExecutor:
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         query_lens = [len(row.inputs) for row in rows]
         lengths = np.array(query_lens, dtype=np.int64)
-        starts = self._next_positions[slots]
-        if starts.min() < 0:
-            slot = int(slots[starts.argmin()])
+        there = (slots >= 0) & (slots < self.max_num_seqs)
+        starts = self._next_positions[np.where(there, slots, 0)]
+        if not (there & (starts >= 0)).all():
+            slot = int(slots[(there & (starts >= 0)).argmin()])
             raise PlanOrderError(f"the plan names slot {slot}, which nobody has")
         given = np.array([-1 if row.start is None else row.start for row in rows], dtype=np.int64)
         wrong = (given >= 0) & (given != starts)
@@ -232,7 +235,7 @@ class ModelExecutor:
         bounds = np.concatenate(([0], np.cumsum(lengths)))
         positions = np.arange(bounds[-1]) + np.repeat(starts - bounds[:-1], lengths)
         used = -(-int(contexts.max()) // self.block_size)
-        tables = self._block_tables[slots, :used]
+        tables = np.ascontiguousarray(self._block_tables[slots, :used])
         blocks = self._block_tables[np.repeat(slots, lengths), positions // self.block_size]
         return AttentionBatch(
             positions=self._tensor(positions),

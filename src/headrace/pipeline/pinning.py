@@ -2,9 +2,11 @@
 
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.errors import StartError
 from headrace.pipeline.cpus import StageCpus
 
 
@@ -22,10 +24,25 @@ def start_process(
         if stage.cpus:
             # A process inherits the cores of the thread that starts it, so none of its threads was
             # ever elsewhere.
-            os.sched_setaffinity(0, stage.cpus)
+            try:
+                os.sched_setaffinity(0, stage.cpus)
+            except OSError as error:
+                raise StartError(
+                    f"cannot keep a stage to cores {stage.cpus}: {error.strerror}; try "
+                    "--cpu-bind none"
+                ) from error
         return subprocess.Popen(arguments, env={**environment, **_openmp(stage)}, **options)
     finally:
         os.sched_setaffinity(0, before)
+
+
+def keep_out_second_openmp() -> None:
+    """For the start of a process that computes, before anything large is imported.
+
+    The gguf package would import sentencepiece for tokenizers that no stage needs, and that may
+    bring an OpenMP runtime of its own, to fight torch's for the cores.
+    """
+    sys.modules["sentencepiece"] = None  # type: ignore[assignment]
 
 
 def _openmp(stage: StageCpus) -> dict[str, str]:

@@ -9,6 +9,8 @@ import signal
 import sys
 import threading
 
+from headrace.pipeline.pinning import keep_out_second_openmp
+
 
 def _exit_with_engine() -> None:
     """End at once, whatever the main thread waits for, when the engine's process is gone."""
@@ -22,18 +24,16 @@ def main() -> int:
     # The engine ends its stages itself; a Ctrl-C meant for it must not race with that.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_engine, daemon=True).start()
-    # The gguf package would import it for tokenizers that no stage needs, and it may bring an
-    # OpenMP runtime of its own, to fight torch's for the cores.
-    sys.modules["sentencepiece"] = None  # type: ignore[assignment]
-    cpus = os.sched_getaffinity(0)
+    keep_out_second_openmp()
+    stage_cpus = os.sched_getaffinity(0)
     # Only now, since torch takes seconds to import and the engine may be gone before.
     from headrace.pipeline.stage_worker import run
 
     # OpenMP, which came with torch, has pinned this thread to one core, and would thereby confine
     # to it all threads that are yet to come, those of sockets and links. So not before it computes.
-    cpu = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus)
-    return run(sys.argv[1], sys.argv[2], cpu)
+    own_cpu = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, stage_cpus)
+    return run(sys.argv[1], sys.argv[2], own_cpu)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ class Loading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
 class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
     """A stage holds its weights and says what they and a cache block take, in bytes.
 
-    kernels: the path that its kernels take. note: what the user should know about that, if anything.
+    kernels: the path that its kernels take. note: what the user should know about it, or None.
     """
 
     stage: int

@@ -77,6 +77,8 @@ struct Choice {
   float temperature, min_p;
 };
 
+static_assert(sizeof(Choice) == 48, "the record of kernels/sampling.py");
+
 // tokens [count], each from the logits at its choice's row; rows are `stride` apart.
 struct ChooseArgs {
   const void* logits;

@@ -8,7 +8,7 @@
 
 #include "kernels.hpp"
 
-// What layers spend their time on; profile.names in module.cpp has the same order.
+// What layers spend their time on; kPartNames in module.cpp has the same order.
 enum Part { kQkv, kRotate, kAttention, kAttentionOut, kGateUp, kSilu, kDown, kNorm, kParts };
 
 struct Profile {

@@ -30,8 +30,11 @@ std::vector<const Kernels*> usable_paths() {
   std::vector<const Kernels*> paths{&kPortable};
 #ifdef HEADRACE_X86
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) paths.push_back(&kAvx2);
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+  // All that CMakeLists.txt lets the compiler use: a virtual machine may hide any of it.
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("bmi2");
+  if (avx2) paths.push_back(&kAvx2);
+  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
     paths.push_back(&kAvx512);
 #endif
@@ -55,6 +58,7 @@ void use_path(const std::string& name) {
   throw nb::value_error(("this CPU has no path " + name).c_str());
 }
 
+// A process has one stage, and a stage one thread that computes.
 Profile profile;
 
 const char* const kPartNames[kParts] = {"qkv",     "rotate", "attention", "attention_out",
@@ -99,14 +103,14 @@ NB_MODULE(_native, m) {
                        int64_t width, float epsilon, bool bfloat16) {
     path->rms_norm({at(x), at(delta), at(weight), at(out), rows, width, epsilon,
                     type_of(bfloat16)});
-  });
+  }, nb::call_guard<nb::gil_scoped_release>());
   m.def("silu_and_multiply", [](Address x, Address out, int64_t rows, int64_t width,
                                 bool bfloat16) {
     path->silu_and_multiply(at(x), at(out), rows, width, type_of(bfloat16));
-  });
+  }, nb::call_guard<nb::gil_scoped_release>());
   m.def("gather", [](Address table, Address ids, Address out, int64_t rows, int64_t row_bytes) {
     path->gather(at(table), at<int64_t>(ids), at(out), rows, row_bytes);
-  });
+  }, nb::call_guard<nb::gil_scoped_release>());
   m.def("choose", [](Address logits, int64_t stride, int64_t width, Address choices,
                      int64_t count, Address tokens, bool bfloat16) {
     path->choose({at(logits), stride, width, at<const Choice>(choices), count,
@@ -177,5 +181,10 @@ NB_MODULE(_native, m) {
                {at(x), at(normed), at(qkv), at(attended), at(gate_up), at(inner), at(delta)},
                rotate, attention, tokens, profile);
   }, nb::call_guard<nb::gil_scoped_release>());
+#ifdef _OPENMP
+  m.attr("threaded") = true;
+#else
+  m.attr("threaded") = false;
+#endif
   m.def("take_profile", take_profile, "Seconds that run_layers spent by part, since the last call.");
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 namespace {
@@ -21,7 +22,10 @@ inline T* scratch(int64_t count) {
     free(own.memory);
     own.memory = aligned_alloc(64, bytes);
     own.bytes = own.memory ? bytes : 0;
-    if (!own.memory) abort();
+    if (!own.memory) {
+      fputs("not enough memory for what a kernel needs in between\n", stderr);
+      abort();
+    }
   }
   return static_cast<T*>(own.memory);
 }

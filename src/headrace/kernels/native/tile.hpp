@@ -1,4 +1,5 @@
-// The one inner loop of all products: a few rows of A, in float32, times a narrow panel of B.
+// The inner loop of products: a few rows of A, in float32, times a narrow panel of B. Attention has
+// one of the same kind for what lies in a cache (attention.hpp).
 //
 // B is packed: row k of a panel holds kPanel neighbouring outputs; bfloat16 rows are interleaved in
 // pairs, word i being (B[k][i], B[k + 1][i]), which unpack with one shift or mask. Each output is
