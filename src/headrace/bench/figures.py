@@ -23,6 +23,15 @@ class Setting:
 SETTINGS = (*(Setting("budget", tokens) for tokens in BUDGETS), Setting("even", max(BUDGETS)))
 
 
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The median under the name, and the least and the most under name_min and name_max."""
+    return {
+        name: float(np.median(values)),
+        f"{name}_min": min(values),
+        f"{name}_max": max(values),
+    }
+
+
 @dataclass(frozen=True)
 class Figures:
     """How a load went between its first arrival and its last (times to first token: of all).

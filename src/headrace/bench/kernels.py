@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from headrace.bench.alone import answer_alone
+from headrace.bench.figures import spread
 from headrace.bench.kernel_cases import CHUNK, CONTEXT, Call, Case, kernel_cases
 from headrace.bench.machine import machine, versions
 from headrace.bench.roofline import Dtype, read_config
@@ -92,11 +93,11 @@ def measure_case(case: Case, rounds: int) -> dict[str, Any]:
     return {
         "kernel": case.kernel,
         "rows": case.rows,
-        **_microseconds("us", medians["native"]),
+        **spread("us", [s * 1e6 for s in medians["native"]]),
         "gflop_per_s": case.operations / native_s / 1e9 if case.operations else None,
         "gb_per_s": case.bytes_moved / native_s / 1e9,
         "reference": best,
-        **_microseconds("reference_us", medians[best]),
+        **spread("reference_us", [s * 1e6 for s in medians[best]]),
         "ratio": median(medians[best]) / native_s,
     }
 
@@ -111,11 +112,6 @@ def _seconds(call: Call) -> float:
     began = perf_counter()
     call()
     return perf_counter() - began
-
-
-def _microseconds(name: str, seconds: list[float]) -> dict[str, float]:
-    values = {name: median(seconds), f"{name}_min": min(seconds), f"{name}_max": max(seconds)}
-    return {key: value * 1e6 for key, value in values.items()}
 
 
 def _run() -> None:

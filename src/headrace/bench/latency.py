@@ -2,13 +2,14 @@
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from headrace.bench.batch_run import Batch
+from headrace.bench.figures import spread
 from headrace.bench.machine import machine, versions
 from headrace.bench.running import running_engine
 from headrace.config import EngineConfig
@@ -48,9 +49,9 @@ class Latency:
             "input_len": batch.input_len,
             "output_len": batch.output_len,
             "rounds": len(self.token_times),
-            **_spread("output_tokens_per_s", speeds),
+            **spread("output_tokens_per_s", speeds),
             "output_tokens_per_s_rounds": speeds,
-            **_spread("ttft_ms", [times[0] * 1e3 for times in self.token_times]),
+            **spread("ttft_ms", [times[0] * 1e3 for times in self.token_times]),
             **{
                 f"token_ms_p{percent}": float(np.percentile(gaps, percent)) * 1e3
                 for percent in (50, 90, 99)
@@ -100,11 +101,3 @@ def _run_alone(engine: Engine, prompt: list[int], output_len: int) -> list[float
         tokens = sum(delta.token is not None for delta in engine.step())
         times += [time.monotonic() - began] * tokens
     return times
-
-
-def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    return {
-        name: float(np.median(values)),
-        f"{name}_min": min(values),
-        f"{name}_max": max(values),
-    }

@@ -7,7 +7,7 @@ from typing import Any
 
 import headrace
 from headrace.pipeline.cpu_quota import cpu_quota
-from headrace.pipeline.cpus import usable_cpus
+from headrace.pipeline.cpus import cpu_flags, cpu_info, usable_cpus
 
 # Those that decide which products and which kernels run: x86, then aarch64.
 _FEATURES = (
@@ -20,8 +20,8 @@ _FEATURES = (
 def machine() -> dict[str, Any]:
     """cpu: its name. cores: that stages may use. features: of those that matter here, what
     the CPU has. memory_gib: of the machine."""
-    info = _cpu_info()
-    flags = set(info.get("flags", info.get("Features", "")).split())
+    info = cpu_info()
+    flags = cpu_flags(info)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": info.get("model name") or platform.machine(),
@@ -43,14 +43,3 @@ def versions() -> dict[str, str]:
 def usable_cores() -> int:
     """Cores that stages may use, all together."""
     return len(usable_cpus(os.sched_getaffinity(0), cpu_quota()))
-
-
-def _cpu_info() -> dict[str, str]:
-    """What the system says about the first core; nothing where it says nothing."""
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-            first = file.read().split("\n\n", 1)[0]
-    except OSError:
-        return {}
-    pairs = (line.split(":", 1) for line in first.splitlines() if ":" in line)
-    return {key.strip(): value.strip() for key, value in pairs}

@@ -77,9 +77,8 @@ def read(cache: KvCache, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     head_dim] each."""
     keys = cache.keys[tables].movedim(-2, -4).flatten(-2)
     values = cache.values[tables].transpose(-1, -2).flatten(-3, -2).transpose(-2, -3)
-    return tuple(  # type: ignore[return-value]
-        x[..., : cache.block_size, :, :].flatten(-4, -3) for x in (keys, values)
-    )
+    size = cache.block_size
+    return keys[..., :size, :, :].flatten(-4, -3), values[..., :size, :, :].flatten(-4, -3)
 
 
 def _pair(dtype: torch.dtype) -> int:

@@ -124,9 +124,20 @@ def _siblings(cpu: int, topology: Path) -> list[int]:
 
 def computes_bfloat16() -> bool:
     """Whether this machine's cores have instructions for bfloat16 products."""
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpu_flags(cpu_info()))
+
+
+def cpu_info() -> dict[str, str]:
+    """What the system says about the first core; nothing where it says nothing."""
     try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as info:
-            flags = next((line for line in info if line.startswith(("flags", "Features"))), "")
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+            first = file.read().split("\n\n", 1)[0]
     except OSError:
-        return False
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
+        return {}
+    pairs = (line.split(":", 1) for line in first.splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def cpu_flags(info: dict[str, str]) -> set[str]:
+    """Names of instruction sets that cpu_info() tells, on x86 or Arm."""
+    return set(info.get("flags", info.get("Features", "")).split())

@@ -219,8 +219,9 @@ class ModelExecutor:
         lengths = np.array(query_lens, dtype=np.int64)
         there = (slots >= 0) & (slots < self.max_num_seqs)
         starts = self._next_positions[np.where(there, slots, 0)]
-        if not (there & (starts >= 0)).all():
-            slot = int(slots[(there & (starts >= 0)).argmin()])
+        taken = there & (starts >= 0)
+        if not taken.all():
+            slot = int(slots[taken.argmin()])
             raise PlanOrderError(f"the plan names slot {slot}, which nobody has")
         given = np.array([-1 if row.start is None else row.start for row in rows], dtype=np.int64)
         wrong = (given >= 0) & (given != starts)
