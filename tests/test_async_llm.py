@@ -96,8 +96,8 @@ def test_cancelling_a_task_aborts_its_request_and_harms_no_other(
         return tokens
 
     assert asyncio.run(run()) == expected["two"]
-    assert not engine._streams
-    assert not engine._thread._streams
+    assert not engine._named
+    assert not engine._thread._requests
 
 
 def test_a_request_cancelled_before_the_engine_has_it_is_aborted(engine: AsyncLLM) -> None:
@@ -110,7 +110,7 @@ def test_a_request_cancelled_before_the_engine_has_it_is_aborted(engine: AsyncLL
         await last_of(engine.generate("one", GREEDY))
 
     asyncio.run(run())
-    assert not engine._thread._streams
+    assert not engine._thread._requests
 
 
 def test_a_slow_reader_holds_up_nobody_and_is_given_all_at_once(engine: AsyncLLM) -> None:
@@ -150,7 +150,7 @@ def test_leaving_the_loop_early_aborts_the_request(engine: AsyncLLM) -> None:
         await last_of(engine.generate("one", GREEDY))
 
     asyncio.run(run())
-    assert not engine._streams
+    assert not engine._named
 
 
 def test_a_request_of_a_loop_that_is_closed_is_aborted(engine: AsyncLLM) -> None:
@@ -160,7 +160,7 @@ def test_a_request_of_a_loop_that_is_closed_is_aborted(engine: AsyncLLM) -> None
     loop.close()
 
     async def run() -> None:
-        while engine._thread._streams:
+        while engine._thread._requests:
             await last_of(engine.generate("one", GREEDY))
 
     asyncio.run(run())
