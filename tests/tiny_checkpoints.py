@@ -8,6 +8,11 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
 
 def write_tiny_llama(
     path: Path,
@@ -48,7 +53,11 @@ def write_tiny_llama(
 
 
 def write_tiny_gguf(
-    path: Path, max_positions: int = 128, heads: int = 4, kv_heads: int = 2
+    path: Path,
+    max_positions: int = 128,
+    heads: int = 4,
+    kv_heads: int = 2,
+    chat_template: str | None = None,
 ) -> Path:
     """A Llama model of 4 layers in one file, with the same byte-level tokenizer.
 
@@ -71,6 +80,8 @@ def write_tiny_gguf(
     writer.add_token_merges(["z z"])
     writer.add_add_bos_token(False)
     writer.add_eos_token_id(299)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
     random = np.random.default_rng(0)
 
     def add(name: str, *shape: int) -> None:
@@ -115,8 +126,5 @@ def write_byte_tokenizer(path: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>"])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-    wrapped.chat_template = (
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
+    wrapped.chat_template = CHAT_TEMPLATE
     wrapped.save_pretrained(path)

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.config import EngineConfig
 from headrace.engine.outputs import OutputGatherer, RequestOutput
-from headrace.engine_thread import AsyncRequest, EngineThread
+from headrace.engine_thread import EngineThread, Submission
 from headrace.errors import HeadraceError, UsageError
 from headrace.launcher import RunningEngine, launch
 from headrace.prompts import Prompt, as_params, as_prompts
@@ -35,7 +35,7 @@ class AsyncLLM:
         self.config = EngineConfig.of("AsyncLLM", model, settings)
         self.running: RunningEngine = launch(self.config, on_progress)
         self._thread = EngineThread(self.running)
-        self._named: dict[str, AsyncRequest] = {}
+        self._named: dict[str, Submission] = {}
         self._numbers = itertools.count()
         # The thread must not keep this object alive, or nothing would ever close it.
         self._close_at_exit = weakref.finalize(self, self._thread.close)
@@ -63,12 +63,12 @@ class AsyncLLM:
             name = str(next(self._numbers))
         if name in self._named:
             raise UsageError(f"request_id {name!r} is running already: choose another")
-        request = AsyncRequest(self._thread, tokenized.token_ids, params, priority)
+        request = Submission(self._thread, [tokenized.token_ids], params, priority)
         gatherer = OutputGatherer(name, tokenized.text, tokenized.token_ids, params)
         self._named[name] = request
         try:
             self._thread.add(request)
-            async for deltas in request:
+            async for _, deltas in request:
                 for delta in deltas:
                     gatherer.take(delta)
                 yield gatherer.output()
@@ -77,22 +77,22 @@ class AsyncLLM:
             request.abort()
 
     async def submit(
-        self, prompt: list[int], sampling_params: SamplingParams, *, priority: int = 0
-    ) -> AsyncRequest:
-        """A request once the engine has taken it on, to be read delta by delta; abort() it when
-        it is no longer wanted.
+        self, prompts: list[list[int]], sampling_params: SamplingParams, *, priority: int = 0
+    ) -> Submission:
+        """Prompts once the engine has taken them on, to be read delta by delta; abort() them when
+        they are no longer wanted.
 
-        prompt: token ids. Raises UsageError for a request that can never run, PipelineError if
-        the pipeline broke.
+        prompts: token ids. Raises UsageError if one of them can never run, PipelineError if the
+        pipeline broke; nothing of them runs then.
         """
-        request = AsyncRequest(self._thread, prompt, sampling_params, priority)
-        self._thread.add(request)
+        submission = Submission(self._thread, prompts, sampling_params, priority)
+        self._thread.add(submission)
         try:
-            await request.accepted()
+            await submission.accepted()
         except BaseException:
-            request.abort()
+            submission.abort()
             raise
-        return request
+        return submission
 
     async def abort(self, request_id: str) -> None:
         """End a request, whose stream then ends with finish_reason "abort"; unknown ones are

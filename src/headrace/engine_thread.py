@@ -1,10 +1,12 @@
-"""The engine in a thread of its own, and the requests that asyncio programs have it run."""
+"""The engine in a thread of its own, and what asyncio programs have it run."""
 
 import asyncio
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from headrace.engine.outputs import OutputDelta
 from headrace.errors import HeadraceError, PipelineError, UsageError
@@ -15,52 +17,56 @@ from headrace.protocol.sampling_params import SamplingParams
 _IDLE_LOOK_S = 0.5
 
 
-class AsyncRequest:
-    """A request between its reader, in an event loop, and the engine's thread.
+class Submission:
+    """Prompts handed in together, between their reader, in an event loop, and the engine's thread.
 
-    Iterating gives its deltas in order, all that came since the last look at once; so what waits
-    for a slow reader is bounded by the request's own tokens. Raises the request's error.
+    Iterating gives (prompt's number, its deltas), all that came since the last look; so what waits
+    for a slow reader is bounded by the prompts' own tokens. Raises the error that ends them.
     """
 
     def __init__(
-        self, thread: "EngineThread", prompt: list[int], params: SamplingParams, priority: int
+        self,
+        thread: "EngineThread",
+        prompts: list[list[int]],
+        params: SamplingParams,
+        priority: int,
     ) -> None:
-        self.prompt = prompt
+        self.requests = [Request(self, number, prompt) for number, prompt in enumerate(prompts)]
         self.params = params
         self.priority = priority
         self.loop = asyncio.get_running_loop()
-        # The engine's thread's own.
-        self.engine_id: int | None = None
         self._thread = thread
         self._accepted = False
         self._news = asyncio.Event()
-        self._deltas: list[OutputDelta] = []
-        self._unfinished = params.n
+        self._deltas: deque[tuple[int, list[OutputDelta]]] = deque()
+        self._unfinished = params.n * len(prompts)
         self._error: HeadraceError | None = None
 
     async def accepted(self) -> None:
-        """Wait until the engine has taken the request on; raises its error if it does not."""
+        """Wait until the engine has taken all prompts on; raises the error if it does not."""
         while not self._accepted:
+            self._raise()
             await self._news.wait()
             self._news.clear()
-            self._raise()
 
-    def __aiter__(self) -> "AsyncRequest":
+    def __aiter__(self) -> "Submission":
         return self
 
-    async def __anext__(self) -> list[OutputDelta]:
+    async def __anext__(self) -> tuple[int, list[OutputDelta]]:
         while not self._deltas:
             self._raise()
             if not self._unfinished:
                 raise StopAsyncIteration
             await self._news.wait()
             self._news.clear()
-        deltas, self._deltas = self._deltas, []
+        number, deltas = self._deltas.popleft()
+        while self._deltas and self._deltas[0][0] == number:
+            deltas += self._deltas.popleft()[1]
         self._unfinished -= sum(delta.finish_reason is not None for delta in deltas)
-        return deltas
+        return number, deltas
 
     def abort(self) -> None:
-        """End the request if it runs; its completions then end with finish_reason "abort"."""
+        """End what runs; its completions then end with finish_reason "abort"."""
         if self._error is None and self._unfinished:
             self._thread.abort(self)
 
@@ -70,9 +76,8 @@ class AsyncRequest:
         self._accepted = True
         self._news.set()
 
-    def take(self, deltas: list[OutputDelta]) -> None:
-        self._accepted = True
-        self._deltas += deltas
+    def take(self, number: int, deltas: list[OutputDelta]) -> None:
+        self._deltas.append((number, deltas))
         self._news.set()
 
     def fail(self, error: HeadraceError) -> None:
@@ -88,8 +93,18 @@ class AsyncRequest:
             raise error from self._error.__cause__
 
 
+@dataclass(eq=False)
+class Request:
+    """One prompt of a submission. engine_id belongs to the engine's thread."""
+
+    submission: Submission
+    number: int
+    prompt: list[int]
+    engine_id: int | None = None
+
+
 _Order = Callable[[], None]
-_Delivery = tuple[AsyncRequest, list[OutputDelta]]
+_Delivery = tuple[Request, list[OutputDelta]]
 
 
 class EngineThread:
@@ -99,7 +114,7 @@ class EngineThread:
         self._engine = running.engine
         self._stages = running.stages
         self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
-        self._requests: dict[int, AsyncRequest] = {}
+        self._requests: dict[int, Request] = {}
         self._closing = False
         # Reentrant, since the garbage collector may close a forgotten engine at any moment.
         self._lock = threading.RLock()
@@ -110,13 +125,13 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
         self._thread.start()
 
-    def add(self, request: AsyncRequest) -> None:
-        """Have the engine take a request on."""
-        self._order(lambda: self._add(request))
+    def add(self, submission: Submission) -> None:
+        """Have the engine take all prompts on, or none of them."""
+        self._order(lambda: self._add(submission))
 
-    def abort(self, request: AsyncRequest) -> None:
-        """Have the engine end a request, before its next plan."""
-        self._order(lambda: self._abort(request))
+    def abort(self, submission: Submission) -> None:
+        """Have the engine end what runs, before its next plan."""
+        self._order(lambda: self._abort(submission))
 
     def close(self) -> None:
         """Abort everything and end the stages; waits for it, however often it is called."""
@@ -168,33 +183,44 @@ class EngineThread:
             while not self._orders.empty():
                 self._orders.get()()
             for number, request in self._requests.items():
+                submission = request.submission
                 if self._closing:
-                    _post(request.loop, request.take, self._engine.abort(number))
+                    deliveries = [(request, self._engine.abort(number))]
+                    _post(submission.loop, _hand_out, deliveries)
                 else:
-                    _post(request.loop, request.fail, reason)
+                    _post(submission.loop, submission.fail, reason)
             self._requests.clear()
             self.ended.set_result(reason)
 
     def _begin_closing(self) -> None:
         self._closing = True
 
-    def _add(self, request: AsyncRequest) -> None:
+    def _add(self, submission: Submission) -> None:
         try:
             if self.error is not None:
-                _post(request.loop, request.fail, self.error)
-                return
-            number = self._engine.add(request.prompt, request.params, request.priority)
-            request.engine_id = number
-            self._requests[number] = request
-            _post(request.loop, request.accept)
-        except HeadraceError as error:
-            _post(request.loop, request.fail, error)
+                raise self.error
+            for request in submission.requests:
+                request.engine_id = self._engine.add(
+                    request.prompt, submission.params, submission.priority
+                )
+                self._requests[request.engine_id] = request
+            _post(submission.loop, submission.accept)
         except Exception as error:
-            _post(request.loop, request.fail, _internal(error))
+            reason = error if isinstance(error, HeadraceError) else _internal(error)
+            self._forget(submission)
+            _post(submission.loop, submission.fail, reason)
 
-    def _abort(self, request: AsyncRequest) -> None:
-        if request.engine_id is not None and self.error is None:
-            self._deliver(self._engine.abort(request.engine_id))
+    def _abort(self, submission: Submission) -> None:
+        for request in submission.requests:
+            if request.engine_id is not None and self.error is None:
+                self._deliver(self._engine.abort(request.engine_id))
+
+    def _forget(self, submission: Submission) -> None:
+        """End what of it was taken on, without telling anybody."""
+        for request in submission.requests:
+            if request.engine_id in self._requests:
+                del self._requests[request.engine_id]
+                self._engine.abort(request.engine_id)
 
     def _deliver(self, deltas: list[OutputDelta]) -> None:
         """Each request's news to its reader, at once; each loop is woken once."""
@@ -204,7 +230,7 @@ class EngineThread:
         by_loop: dict[asyncio.AbstractEventLoop, list[_Delivery]] = {}
         for number, own in news.items():
             request = self._requests[number]
-            by_loop.setdefault(request.loop, []).append((request, own))
+            by_loop.setdefault(request.submission.loop, []).append((request, own))
             if not self._engine.is_running(number):
                 del self._requests[number]
         for loop, deliveries in by_loop.items():
@@ -213,15 +239,14 @@ class EngineThread:
 
     def _forget_readers_in(self, loop: asyncio.AbstractEventLoop) -> None:
         """End what nobody reads any more."""
-        for number, request in list(self._requests.items()):
-            if request.loop is loop:
-                self._engine.abort(number)
-                del self._requests[number]
+        for submission in {request.submission for request in self._requests.values()}:
+            if submission.loop is loop:
+                self._forget(submission)
 
 
 def _hand_out(deliveries: list[_Delivery]) -> None:
     for request, deltas in deliveries:
-        request.take(deltas)
+        request.submission.take(request.number, deltas)
 
 
 def _post(

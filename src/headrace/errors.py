@@ -27,3 +27,14 @@ class PipelineError(HeadraceError):
 
 class StallError(PipelineError):
     """The pipeline stood still. Its notes, a few lines each, say what every stage did last."""
+
+
+class ServerError(HeadraceError):
+    """A server could not be reached over HTTP, refused, or broke its answer off.
+
+    status: that of the HTTP answer where it was a refusal.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status

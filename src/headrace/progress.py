@@ -20,8 +20,9 @@ from headrace.protocol.messages import Loading
 
 
 @contextmanager
-def loading_display(num_stages: int) -> Iterator[Callable[[Loading], None]]:
-    """A callback to feed with the stages' progress, shown on standard error."""
+def loading_display(num_stages: int, *, lines: bool = False) -> Iterator[Callable[[Loading], None]]:
+    """A callback to feed with the stages' progress, shown on standard error: as bars on a
+    terminal, with a line for each phase that is over if lines; otherwise as lines alone."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _print_when_done
@@ -38,13 +39,19 @@ def loading_display(num_stages: int) -> Iterator[Callable[[Loading], None]]:
                 completed=message.fraction,
                 description=f"stage {message.stage}: {message.phase}",
             )
+            if lines and message.fraction >= 1:
+                progress.console.print(_line(message), highlight=False)
 
         yield show
 
 
 def _print_when_done(message: Loading) -> None:
     if message.fraction >= 1:
-        print(f"stage {message.stage}: {message.phase} loaded", file=sys.stderr, flush=True)
+        print(_line(message), file=sys.stderr, flush=True)
+
+
+def _line(message: Loading) -> str:
+    return f"stage {message.stage}: {message.phase} loaded"
 
 
 @contextmanager

@@ -195,6 +195,14 @@ class Load(RuleBasedStateMachine):
             if s.finish_reason == "length":
                 assert len(s.outputs) == s.max_outputs
 
+    @invariant()
+    def counts_are_those_of_the_sequences(self) -> None:
+        holding = [s for s in self.sequences if s.slot is not None]
+        assert self.scheduler.slots_used == len(holding)
+        assert self.scheduler.blocks_used == len({b for s in holding for b in s.blocks})
+        unfinished = sum(not s.finished for s in self.sequences)
+        assert self.scheduler.num_running + self.scheduler.num_waiting == unfinished
+
     def teardown(self) -> None:
         """Every request ends, and everything comes back."""
         for _ in range(10_000):
@@ -366,6 +374,7 @@ def test_a_prefix_is_found_by_whoever_begins_with_the_same_tokens() -> None:
     cached = [s.cached_tokens for s in (first, same, longer, other)]
     # Three full blocks of the thirteen tokens; two are common with the longer one.
     assert cached == [0, 12, 8, 0]
+    assert (engine.prefix_cache_queries, engine.prefix_cache_hits) == (4 * 13, 20)
 
 
 def test_a_prefix_that_this_very_step_computes_is_waited_for() -> None:
@@ -390,6 +399,14 @@ def test_without_prefix_caching_nothing_is_found() -> None:
         engine.add(sequence(number, list(range(2, 15)), 2))
         run(engine, 5)
     assert all(admission.computed == 0 for plan in run(engine, 5) for admission in plan.admitted)
+    assert engine.prefix_cache_queries == 0
+
+
+def test_who_must_see_all_logits_does_not_ask_the_prefix_cache() -> None:
+    engine = scheduler()
+    engine.add(sequence(0, list(range(2, 15)), 2, prompt_logprobs=1))
+    run(engine, 1)
+    assert engine.prefix_cache_queries == 0
 
 
 def test_the_newest_is_preempted_and_comes_back_with_its_tokens() -> None:
@@ -505,6 +522,8 @@ def test_a_preempted_sequence_keeps_its_place_in_line_and_its_first_times() -> N
     admitted = [a.prompt[0] - 100 for plan in run(engine, 100) for a in plan.admitted]
     assert admitted[0] == 1
     assert (second.admitted_at, second.cached_tokens) == before
+    # Coming back is no new question to the prefix cache.
+    assert engine.prefix_cache_queries == sum(len(one.prompt) for one in everyone)
 
 
 def test_one_sequence_at_a_time_makes_room_however_many_rows_need_it() -> None:

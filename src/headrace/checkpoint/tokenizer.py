@@ -1,11 +1,13 @@
 """Text to tokens and back, and chats to prompts, for either kind of model files."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import tokenizers
 
@@ -13,30 +15,72 @@ from headrace.checkpoint.gguf_file import GgufFile
 from headrace.checkpoint.gguf_tokenizer import special_ids, tokenizer_from_gguf
 from headrace.errors import ModelError, UsageError
 
-Message = dict[str, str]
+if TYPE_CHECKING:
+    import jinja2
+
+# As chat templates take it: role, content, and what else a template may know.
+Message = dict[str, Any]
+# What a template is given, by name, besides what render_chat sets itself.
+TemplateOptions = Mapping[str, Any]
+# Names that are not the caller's: parts of the chat itself, and arguments of transformers'
+# apply_chat_template that are no template variables.
+_RESERVED = frozenset(
+    {
+        "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
+        "continue_final_message", "tokenize", "padding", "truncation", "max_length",
+        "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+        "processor_kwargs",
+    }
+)  # fmt: skip
+
+
+class RenderChat(Protocol):
+    """Turns messages into the prompt text of the next answer.
+
+    add_generation_prompt: end with the beginning of the answer. options: variables of the template.
+    """
+
+    def __call__(
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool = True,
+        options: TemplateOptions = MappingProxyType({}),
+    ) -> str: ...
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A model's tokenizer. render_chat turns messages into the prompt text of the next answer."""
+    """A model's tokenizer. template: renders chats; raises UsageError where it refuses them."""
 
     core: tokenizers.Tokenizer
-    render_chat: Callable[[list[Message]], str]
+    template: RenderChat
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a plain prompt, with the model's own start token if it has one.
 
         Raises UsageError if the text is not valid Unicode.
         """
-        return list(self.core.encode(_checked(text)).ids)
+        return list(self.core.encode(_checked(text), add_special_tokens=add_special_tokens).ids)
 
     def encode_chat(self, messages: list[Message]) -> list[int]:
         """Token ids of a chat; the template brings its own special tokens.
 
         Raises UsageError if the model has no chat template or the template refuses the messages.
         """
-        prompt = _checked(self.render_chat(messages))
-        return list(self.core.encode(prompt, add_special_tokens=False).ids)
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool = True,
+        options: TemplateOptions = MappingProxyType({}),
+    ) -> str:
+        """The prompt text of a chat. Raises UsageError as encode_chat, and for an option whose
+        name is not a template's to have."""
+        for name in options:
+            if name in _RESERVED:
+                raise UsageError(f"chat_template_kwargs must not have {name}: it is set otherwise")
+        return self.template(messages, add_generation_prompt, options)
 
     def decode(self, ids: list[int]) -> str:
         """Text of the tokens, without special ones."""
@@ -76,11 +120,17 @@ def tokenizer_from_huggingface(path: Path) -> Tokenizer:
             f"{reason if len(reason) < 200 else reason[:200] + '...'}"
         ) from error
 
-    def render(messages: list[Message]) -> str:
+    def render(
+        messages: list[Message],
+        add_generation_prompt: bool = True,
+        options: TemplateOptions = MappingProxyType({}),
+    ) -> str:
         if not loaded.chat_template:
-            _no_template(path)
+            _no_template()
         try:
-            text = loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = loaded.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
+            )
         except Exception as error:
             raise UsageError(f"the chat template refuses the messages: {error}") from error
         return str(text)
@@ -96,16 +146,32 @@ def tokenizer_of_gguf(file: GgufFile) -> Tokenizer:
         f"{name}_token": core.id_to_token(token) or "" for name, token in special_ids(file).items()
     }
 
-    def render(messages: list[Message]) -> str:
+    def render(
+        messages: list[Message],
+        add_generation_prompt: bool = True,
+        options: TemplateOptions = MappingProxyType({}),
+    ) -> str:
         if not isinstance(template, str):
-            _no_template(file.path)
-        return _render_template(template, messages, specials)
+            _no_template()
+        compiled = _compile_template(template)
+        context = {
+            **specials,
+            **options,
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return compiled.render(context)
+        except Exception as error:
+            # Templates are little programs: whatever goes wrong inside is theirs.
+            raise UsageError(f"the chat template refuses the messages: {error}") from error
 
     return Tokenizer(core, render)
 
 
-def _render_template(template: str, messages: list[Message], specials: dict[str, str]) -> str:
-    """Render a chat template with the names and settings that transformers promises templates.
+@lru_cache(maxsize=8)
+def _compile_template(template: str) -> "jinja2.Template":
+    """A chat template with the names and settings that transformers promises templates.
 
     Source: https://huggingface.co/docs/transformers/chat_templating_writing
     """
@@ -121,17 +187,11 @@ def _render_template(template: str, messages: list[Message], specials: dict[str,
     )
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    context: dict[str, Any] = {**specials, "messages": messages, "add_generation_prompt": True}
     try:
-        compiled = environment.from_string(template)
+        return environment.from_string(template)
     except TemplateSyntaxError as error:
         raise ModelError(f"the model's chat template is no valid template: {error}") from error
-    try:
-        return compiled.render(context)
-    except Exception as error:
-        # Templates are little programs: whatever goes wrong inside is theirs.
-        raise UsageError(f"the chat template refuses the messages: {error}") from error
 
 
-def _no_template(path: Path) -> NoReturn:
-    raise UsageError(f"model {path} has no chat template: give a plain prompt without --chat")
+def _no_template() -> NoReturn:
+    raise UsageError("the model has no chat template: give it a plain prompt")

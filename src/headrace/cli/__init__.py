@@ -10,13 +10,17 @@ import typer
 
 import headrace
 from headrace.cli import bench
+from headrace.cli.chat import chat
 from headrace.cli.generate import generate
+from headrace.cli.serve import serve
 from headrace.errors import HeadraceError, StallError
 
 app = typer.Typer(
     name="headrace", no_args_is_help=False, add_completion=False, rich_markup_mode=None
 )
+app.command()(serve)
 app.command()(generate)
+app.command()(chat)
 app.add_typer(bench.app, name="bench")
 
 

@@ -14,6 +14,7 @@ from headrace.cli.bench_microbatches import microbatches
 from headrace.cli.bench_overhead import overhead
 from headrace.cli.bench_overlap import overlap
 from headrace.cli.bench_roofline import roofline
+from headrace.cli.bench_serve import serve
 from headrace.cli.bench_throughput import throughput
 from headrace.cli.options import check_range
 from headrace.cli.printing import print_rows, rounded
@@ -23,6 +24,7 @@ from headrace.protocol.checks import check_type
 app = typer.Typer(rich_markup_mode=None, help="Measure Headrace itself.")
 app.command()(throughput)
 app.command()(latency)
+app.command()(serve)
 app.command()(roofline)
 app.command()(overhead)
 app.command()(kernels)

@@ -53,26 +53,15 @@ def generate(
     pipeline_parallel_size: options.PipelineParallelSize = 1,
     layer_partition: options.LayerPartition = None,
     dtype: options.Dtype = "auto",
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Positions a sequence may have; default: the model's.")
-    ] = None,
+    max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = 512,
-    prefill_policy: Annotated[
-        str, typer.Option(help="even: steps of the same cost; budget: always as many tokens.")
-    ] = "even",
-    block_size: Annotated[int, typer.Option(help="Positions in a KV-cache block.")] = 16,
+    prefill_policy: options.PrefillPolicy = "even",
+    block_size: options.BlockSize = 16,
     kv_cache_memory: options.KvCacheMemory = None,
-    gpu_memory_utilization: Annotated[
-        float,
-        typer.Option(help="KV cache of all stages, as a part of the memory free after loading."),
-    ] = 0.5,
-    enable_prefix_caching: Annotated[
-        bool, typer.Option(help="Keep blocks of ended requests for others that begin the same.")
-    ] = True,
-    token_feedback: Annotated[
-        str, typer.Option(help="deferred, or blocking to measure what engines used to do.")
-    ] = "deferred",
+    gpu_memory_utilization: options.GpuMemoryUtilization = 0.5,
+    enable_prefix_caching: options.EnablePrefixCaching = True,
+    token_feedback: options.TokenFeedback = "deferred",
     num_microbatches: options.NumMicrobatches = "auto",
     link_latency_ms: options.LinkLatencyMs = 0.0,
     link_bandwidth_mbps: options.LinkBandwidthMbps = None,
@@ -80,11 +69,8 @@ def generate(
     cpu_bind: options.CpuBind = "auto",
     seed: options.Seed = 0,
     master_addr: options.MasterAddr = "127.0.0.1",
-    master_port: Annotated[int, typer.Option(help="Its port; 0 picks a free one.")] = 0,
-    stall_timeout: Annotated[
-        float,
-        typer.Option(help="Seconds in which no stage gets on, nor computes, that are an error."),
-    ] = 60.0,
+    master_port: options.MasterPort = 0,
+    stall_timeout: options.StallTimeout = 60.0,
     trace: Annotated[
         Path | None,
         typer.Option(help="Write what each stage did, and when, as a trace that Perfetto opens."),

@@ -15,6 +15,9 @@ LayerPartition = Annotated[
     str | None, typer.Option(help="Layers per stage, such as 19,11; default: by cost.")
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Positions a sequence may have; default: the model's.")
+]
 MaxNumSeqs = Annotated[
     int | None, typer.Option(help="Sequences that run at the same time; default: 256.")
 ]
@@ -22,6 +25,20 @@ MaxNumBatchedTokens = Annotated[int, typer.Option(help="Tokens in one step.")]
 KvCacheMemory = Annotated[
     str | None,
     typer.Option(help="KV cache a stage, such as 2GiB; default: a part of the free memory."),
+]
+PrefillPolicy = Annotated[
+    str, typer.Option(help="even: steps of the same cost; budget: always as many tokens.")
+]
+BlockSize = Annotated[int, typer.Option(help="Positions in a KV-cache block.")]
+GpuMemoryUtilization = Annotated[
+    float,
+    typer.Option(help="KV cache of all stages, as a part of the memory free after loading."),
+]
+EnablePrefixCaching = Annotated[
+    bool, typer.Option(help="Keep blocks of ended requests for others that begin the same.")
+]
+TokenFeedback = Annotated[
+    str, typer.Option(help="deferred, or blocking to measure what engines used to do.")
 ]
 NumMicrobatches = Annotated[
     str, typer.Option(help="Groups of sequences that take turns; auto: as many as pay.")
@@ -42,6 +59,10 @@ CpuBind = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Base of the random numbers.")]
 MasterAddr = Annotated[str, typer.Option(help="Address where stages meet.")]
+MasterPort = Annotated[int, typer.Option(help="Its port; 0 picks a free one.")]
+StallTimeout = Annotated[
+    float, typer.Option(help="Seconds in which no stage gets on, nor computes, that are an error.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
 

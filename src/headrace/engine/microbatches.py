@@ -25,11 +25,12 @@ class Microbatches:
     def __init__(self, count: int) -> None:
         self._groups = [_Group() for _ in range(count)]
         self._turn = 0
+        self._decoding = 0
 
     @property
     def decoding(self) -> int:
-        """Sequences in all groups."""
-        return sum(len(group.sequences) for group in self._groups)
+        """Sequences in all groups; any thread may ask."""
+        return self._decoding
 
     def all(self) -> Iterator[Sequence]:
         """Every sequence in a group."""
@@ -61,7 +62,7 @@ class Microbatches:
 
     def resize(self, count: int) -> None:
         """Spread the sequences evenly over so many groups; most stay where they are."""
-        everyone = sum(len(group.sequences) for group in self._groups)
+        everyone = self._decoding
         room = [everyone // count + (n < everyone % count) for n in range(count)]
         moving = []
         for number, group in enumerate(self._groups):
@@ -93,6 +94,7 @@ class Microbatches:
         group = self._groups[sequence.microbatch]
         group.sequences.remove(sequence)
         group.context -= sequence.planned_positions + 1
+        self._decoding -= 1
         sequence.microbatch = None
 
     def even_out(self, cost: StepCost) -> None:
@@ -122,3 +124,4 @@ class Microbatches:
         sequence.microbatch = group
         self._groups[group].sequences.append(sequence)
         self._groups[group].context += sequence.planned_positions + 1
+        self._decoding += 1

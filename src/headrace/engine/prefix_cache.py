@@ -9,7 +9,11 @@ from headrace.engine.request import Sequence, tokens_between
 
 
 class PrefixCache:
-    """Puts sequences' full blocks into the pool's cache and finds them there; or does nothing."""
+    """Puts sequences' full blocks into the pool's cache and finds them there; or does nothing.
+
+    queries, hits: tokens of all sequences that looked here at their first admission, and how many
+    of those were found; as vLLM counts them.
+    """
 
     def __init__(self, pool: BlockPool, block_size: int, enabled: bool) -> None:
         self._pool = pool
@@ -17,6 +21,8 @@ class PrefixCache:
         self._enabled = enabled
         # Full blocks of the step being planned: shared with later steps only.
         self._fresh: dict[bytes, int] = {}
+        self.queries = 0
+        self.hits = 0
 
     def find(self, sequence: Sequence) -> list[int]:
         """Cached blocks that the sequence may begin with; at least its last token is computed."""
@@ -33,6 +39,12 @@ class PrefixCache:
         if not self._fresh or blocks >= self._findable(sequence):
             return False
         return self._key(sequence, blocks) in self._fresh
+
+    def first_admitted(self, sequence: Sequence, found: int) -> None:
+        """A sequence is admitted for the first time, with its first `found` tokens cached."""
+        if self._enabled and not sequence.wants_prompt_logprobs:
+            self.queries += sequence.length
+            self.hits += found
 
     def chunk_planned(self, sequence: Sequence) -> None:
         """A chunk of known tokens is part of the step being planned."""

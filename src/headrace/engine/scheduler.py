@@ -73,6 +73,9 @@ class Accepted(msgspec.Struct, frozen=True, gc=False):
 class Scheduler:
     """First come, first served within a priority; decode rows before prefill chunks.
 
+    Other threads may read counts (steps_in_flight, newest_step, num_*, slots_used, blocks_used,
+    prefix_cache_*, preemptions) at any time; between two plans they may be off by what just moves.
+
     Sequences that decode belong to one of `num_microbatches` groups, which take turns, so that a
     row's token is back when its group's turn comes. Prefill chunks go into any step. When blocks
     run out, the newest sequence is preempted: it loses slot and blocks, to be computed again.
@@ -121,6 +124,31 @@ class Scheduler:
     def free_blocks(self) -> int:
         """Blocks owned by no sequence."""
         return self._pool.free
+
+    @property
+    def blocks_used(self) -> int:
+        """Blocks that sequences own; shared ones count once."""
+        return self._pool.num_blocks - self._pool.free
+
+    @property
+    def slots_used(self) -> int:
+        """Slots of running sequences, and of those whose release no plan has carried yet."""
+        return self.config.max_num_seqs - len(self._free_slots)
+
+    @property
+    def prefix_cache_queries(self) -> int:
+        """Tokens looked for in the prefix cache so far."""
+        return self._cache.queries
+
+    @property
+    def prefix_cache_hits(self) -> int:
+        """Tokens found there so far."""
+        return self._cache.hits
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a slot, preempted ones included."""
+        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -395,6 +423,7 @@ class Scheduler:
         if sequence.admitted_at is None:
             sequence.admitted_at = self._clock()
             sequence.cached_tokens = computed
+            self._cache.first_admitted(sequence, computed)
         insort(self._prefilling, sequence, key=by_rank)
         draft.admitted.append(
             Admission(slot, sequence.prompt, list(sequence.outputs), computed, sequence.sampling)

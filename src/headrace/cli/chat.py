@@ -1,0 +1,103 @@
+"""`headrace chat`: talk to a model in this process, or to one on a server."""
+
+import asyncio
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli import options
+from headrace.errors import UsageError
+from headrace.progress import loading_display
+from headrace.protocol.sampling_params import SamplingParams
+
+# What makes sense only for a model in this process, and only for one on a server.
+_ENGINE_FLAGS = {
+    "pipeline_parallel_size", "layer_partition", "dtype", "max_model_len", "kv_cache_memory",
+    "cpu_threads", "cpu_bind",
+}  # fmt: skip
+_SERVER_FLAGS = {"model_name", "api_key"}
+
+
+def chat(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option(help="GGUF file, Hugging Face directory, or smollm2.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="A running server instead, as http://127.0.0.1:8000.")
+    ] = None,
+    model_name: Annotated[
+        str | None, typer.Option(help="Which of the server's models; default: its first.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="The server's key; default: HEADRACE_API_KEY, OPENAI_API_KEY."),
+    ] = None,
+    system_prompt: Annotated[
+        str | None, typer.Option(help="What the model is told before anything is said.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of an answer; default: what the context has left.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the likeliest token; default: the server's, or 1.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Likeliest tokens up to this probability; default: the server's, or 1."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Fixes each answer's random numbers.")] = None,
+    pipeline_parallel_size: options.PipelineParallelSize = 1,
+    layer_partition: options.LayerPartition = None,
+    dtype: options.Dtype = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens a conversation may have; default: the model's.")
+    ] = None,
+    kv_cache_memory: options.KvCacheMemory = None,
+    cpu_threads: options.CpuThreads = None,
+    cpu_bind: options.CpuBind = "auto",
+    debug: options.Debug = False,
+) -> int:
+    """Talk to a model in the terminal; /help there shows what else it understands."""
+    # Here, since all commands import this module, and asyncio takes its time.
+    from headrace.async_llm import AsyncLLM
+    from headrace.cli.chat_answers import engine_answers, served_model, server_answers
+    from headrace.cli.chat_session import Session
+    from headrace.client import environment_api_key
+
+    given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    # Also for a server: a wrong value is found before anything is said.
+    params = SamplingParams(**{"max_tokens": None, **sampling})
+    if url is not None and model is None:
+        _refuse(context, _ENGINE_FLAGS, "--url: the server has its own")
+        key = api_key or environment_api_key()
+        name = model_name or asyncio.run(served_model(url, key))
+        return Session(server_answers(url, key, name, sampling), system_prompt).run()
+    if model is None or url is not None:
+        raise UsageError("chat needs one of --model (runs it here) and --url (of a server)")
+    _refuse(context, _SERVER_FLAGS, "--model: they are for --url")
+    with loading_display(pipeline_parallel_size) as on_progress:
+        engine = AsyncLLM(
+            model,
+            on_progress=on_progress,
+            pipeline_parallel_size=pipeline_parallel_size,
+            layer_partition=layer_partition,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            # One conversation: its earlier turns are found in the prefix cache.
+            max_num_seqs=1,
+            kv_cache_memory=kv_cache_memory,
+            cpu_threads=cpu_threads,
+            cpu_bind=cpu_bind,
+        )
+    with engine:
+        return Session(engine_answers(engine, params), system_prompt).run()
+
+
+def _refuse(context: typer.Context, flags: set[str], reason: str) -> None:
+    """Raises UsageError for the first of the flags that was given."""
+    for flag in sorted(flags):
+        source = context.get_parameter_source(flag)
+        if source is not None and source.name == "COMMANDLINE":
+            raise UsageError(f"--{flag.replace('_', '-')} does not go with {reason}")

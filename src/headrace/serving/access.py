@@ -1,0 +1,40 @@
+"""Who may use the API: those with a key, if there are keys."""
+
+import hmac
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from headrace.serving.errors import ApiError
+
+# For probes and scrapers, which have no key; what they show says nothing of requests.
+_OPEN = frozenset({"/health", "/version", "/metrics", "/docs", "/redoc", "/openapi.json"})
+
+
+class KeyCheck:
+    """Lets requests with one of the keys pass (Authorization: Bearer KEY), and 401 the others."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _OPEN or self._may_enter(scope):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(401, "no valid API key: send Authorization: Bearer KEY", closes=True)
+        response = Response(error.as_json(), 401, error.headers(), "application/json")
+        await response(scope, receive, send)
+
+    def _may_enter(self, scope: Scope) -> bool:
+        given = b""
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                kind, _, given = value.partition(b" ")
+                if kind.lower() != b"bearer":
+                    given = b""
+        # All keys are compared, and each in constant time: how long it takes tells nothing.
+        found = False
+        for key in self._keys:
+            found |= hmac.compare_digest(given.strip(), key)
+        return found

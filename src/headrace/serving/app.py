@@ -1,0 +1,162 @@
+"""The routes of the server, and how errors become answers."""
+
+from collections.abc import Mapping
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+import headrace
+from headrace.errors import HeadraceError
+from headrace.serving.access import KeyCheck
+from headrace.serving.body import ClientGone, read_body
+from headrace.serving.chat import answer_chat
+from headrace.serving.completions import complete
+from headrace.serving.errors import INTERNAL, ApiError, as_api_error
+from headrace.serving.openapi import describe, openapi
+from headrace.serving.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from headrace.serving.responses import (
+    Chat,
+    ChatChunk,
+    Completion,
+    Detokenized,
+    Model,
+    ModelList,
+    Tokenized,
+    Version,
+)
+from headrace.serving.service import Service
+from headrace.serving.tokens import detokenize, tokenize
+
+_BODY_ERRORS = (400, 401, 404, 408, 413, 415, 503)
+_GENERATION_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
+_TYPES = [
+    CompletionBody, Completion, ChatBody, Chat, ChatChunk, TokenizeBody, Tokenized, DetokenizeBody,
+    Detokenized, Model, ModelList, Version,
+]  # fmt: skip
+
+
+def make_app(service: Service) -> FastAPI:
+    """The application that answers for this service."""
+    app = FastAPI(
+        title="Headrace",
+        version=headrace.__version__,
+        description="OpenAI's API for text, with vLLM's extras.",
+    )
+    _add_routes(app, service)
+    _add_error_answers(app)
+    settings = service.settings
+    if settings.api_keys:
+        app.add_middleware(KeyCheck, keys=settings.api_keys)
+    # Outermost, so that browsers may read errors too.
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=settings.allowed_origins,
+        allow_methods=settings.allowed_methods,
+        allow_headers=settings.allowed_headers,
+        allow_credentials=settings.allow_credentials,
+    )
+    app.openapi = lambda: openapi(app, _TYPES)  # type: ignore[method-assign]
+    return app
+
+
+def _add_routes(app: FastAPI, service: Service) -> None:
+    settings = service.settings
+
+    @app.get("/health", **describe(None, errors=(503,)))
+    async def health() -> Response:
+        """200 once requests can be answered, and no longer when the server drains."""
+        service.ready()
+        return Response()
+
+    @app.get("/version", **describe(Version))
+    async def version() -> Response:
+        """Headrace's version."""
+        return _json(Version(headrace.__version__))
+
+    @app.get("/metrics", **describe("text/plain"))
+    async def metrics() -> Response:
+        """What Prometheus scrapes."""
+        data, media_type = service.metrics.render()
+        return Response(data, media_type=media_type)
+
+    @app.get("/v1/models", **describe(ModelList, errors=(401, 503)))
+    async def models() -> Response:
+        """The names that requests may call the model."""
+        names = settings.served_model_names
+        return _json(ModelList("list", [_model(service, name) for name in names]))
+
+    @app.get("/v1/models/{name:path}", **describe(Model, errors=(401, 404, 503)))
+    async def model(name: str) -> Response:
+        """One of them."""
+        service.check_model(name)
+        return _json(_model(service, name))
+
+    @app.post(
+        "/v1/completions",
+        **describe(Completion, body=CompletionBody, events=Completion, errors=_GENERATION_ERRORS),
+    )
+    async def completions(request: Request) -> Response:
+        """Continue prompts."""
+        return await complete(service, await read_body(request, CompletionBody, settings), request)
+
+    @app.post(
+        "/v1/chat/completions",
+        **describe(Chat, body=ChatBody, events=ChatChunk, errors=_GENERATION_ERRORS),
+    )
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        return await answer_chat(service, await read_body(request, ChatBody, settings), request)
+
+    @app.post("/tokenize", **describe(Tokenized, body=TokenizeBody, errors=_BODY_ERRORS))
+    async def tokens_of(request: Request) -> Response:
+        """The tokens of a text or of a conversation."""
+        body = await read_body(request, TokenizeBody, settings)
+        return _json(await tokenize(service, body))
+
+    @app.post("/detokenize", **describe(Detokenized, body=DetokenizeBody, errors=_BODY_ERRORS))
+    async def text_of(request: Request) -> Response:
+        """The text of tokens."""
+        return _json(detokenize(service, await read_body(request, DetokenizeBody, settings)))
+
+
+def _add_error_answers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return _error(error)
+
+    @app.exception_handler(HeadraceError)
+    async def headrace_error(request: Request, error: HeadraceError) -> Response:
+        return _error(as_api_error(error))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        return _error(ApiError(error.status_code, message), error.headers)
+
+    @app.exception_handler(ClientGone)
+    async def client_gone(request: Request, error: ClientGone) -> Response:
+        # Nobody reads it; nginx's status for that.
+        return Response(status_code=499)
+
+    @app.exception_handler(Exception)
+    async def internal_error(request: Request, error: Exception) -> Response:
+        return _error(INTERNAL)
+
+
+def _error(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(
+        error.as_json(), error.status, {**(headers or {}), **error.headers()}, "application/json"
+    )
+
+
+def _json(value: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _model(service: Service, name: str) -> Model:
+    max_model_len = service.ready().running.max_model_len
+    return Model(name, "model", service.started_at, "headrace", max_model_len)

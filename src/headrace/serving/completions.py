@@ -1,0 +1,289 @@
+"""/v1/completions: continues prompts."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.engine.outputs import (
+    CompletionOutput,
+    Logprobs,
+    OutputDelta,
+    OutputGatherer,
+    RequestOutput,
+)
+from headrace.errors import UsageError
+from headrace.protocol.sampling_params import SamplingParams
+from headrace.serving.errors import ApiError
+from headrace.serving.event_stream import EventStream, unless_gone
+from headrace.serving.logprobs import completion_logprobs, prompt_logprobs
+from headrace.serving.requests import CompletionBody
+from headrace.serving.responses import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    FinishReason,
+    PromptLogprobs,
+    Usage,
+)
+from headrace.serving.sampling import check_room, check_stream_options, sampling_params
+from headrace.serving.service import Generation, Service
+from headrace.serving.usage import TokenCount
+
+_FIELDS = frozenset(CompletionBody.__struct_fields__)
+# A token with its text, and the log-probabilities of its place.
+_Token = tuple[int, str, Logprobs | None]
+
+
+async def complete(service: Service, body: CompletionBody, request: Request) -> Response:
+    """Answer a request, whole or as a stream. Raises ApiError."""
+    engine = service.ready()
+    service.check_model(body.model)
+    include_usage = check_stream_options(body)
+    texts_or_ids = _prompts(body.prompt)
+    max_tokens = body.max_tokens
+    if max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens may be 0 only with echo", param="max_tokens")
+    n = body.n or 1
+    best_of = body.best_of or n
+    if best_of < n:
+        raise ApiError(400, f"best_of must be at least n ({n}), not {best_of}", param="best_of")
+    if best_of > n and body.stream:
+        raise ApiError(400, "best_of cannot be streamed: leave stream out", param="best_of")
+    params = sampling_params(
+        body,
+        n=best_of,
+        max_tokens=1 if max_tokens == 0 else max_tokens,
+        # What best_of ranks by.
+        logprobs=0 if body.logprobs is None and best_of > n else body.logprobs,
+    )
+    if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
+        params = msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
+    special = body.add_special_tokens is not False
+    prompts = []
+    for text_or_ids in texts_or_ids:
+        if isinstance(text_or_ids, str):
+            try:
+                text_or_ids = await service.encode(text_or_ids, special)
+            except UsageError as error:
+                raise ApiError(400, str(error), param="prompt") from error
+        check_room(len(text_or_ids), max_tokens, engine.running.max_model_len, "max_tokens")
+        prompts.append(text_or_ids)
+    shown = [
+        given if isinstance(given, str) else ids
+        for given, ids in zip(texts_or_ids, prompts, strict=True)
+    ]
+    generation = await service.begin(prompts, params, body.priority or 0, _FIELDS)
+    answer = _Answer(service, body, n, params, shown, prompts)
+    if body.stream:
+        return EventStream(_events(answer, generation, include_usage), generation.close)
+    try:
+        completion = await unless_gone(request.receive, _whole(answer, generation))
+    finally:
+        generation.close()
+    return Response(msgspec.json.encode(completion), media_type="application/json")
+
+
+def _prompts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """Each prompt, a text or token ids. Raises ApiError for a mixture of prompts and ids."""
+    if isinstance(given, str):
+        return [given]
+    ids = [item for item in given if isinstance(item, int)]
+    prompts = [item for item in given if not isinstance(item, int)]
+    if bool(ids) == bool(prompts):
+        problem = "mixes token ids with prompts" if ids else "is empty"
+        raise ApiError(
+            400, f"prompt {problem}: give a text, token ids, or a list of either", param="prompt"
+        )
+    return prompts or [ids]
+
+
+class _Answer:
+    """What is the same in all parts of an answer, and how its parts are made."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionBody,
+        n: int,
+        params: SamplingParams,
+        shown: Sequence[str | list[int]],
+        prompts: list[list[int]],
+    ) -> None:
+        self.service = service
+        self.body = body
+        self.n = n
+        self.params = params
+        self.shown = shown
+        self.prompts = prompts
+        self.as_ids = bool(body.return_tokens_as_token_ids)
+        self.id = f"cmpl-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.model = body.model or service.model_name
+
+    def wrap(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        kind: Literal["text_completion"] = "text_completion"
+        return Completion(self.id, kind, self.created, self.model, choices, usage)
+
+    def prompt_text(self, number: int) -> str:
+        """What echo shows of a prompt."""
+        shown = self.shown[number]
+        if isinstance(shown, str):
+            return shown
+        core = self.service.ready().running.tokenizer.core
+        return str(core.decode(shown, skip_special_tokens=False))
+
+    def prompt_tokens(self, number: int, entries: Sequence[Logprobs | None]) -> list[_Token]:
+        ids = self.prompts[number]
+        texts = map(self.service.token_text, ids)
+        return list(zip(ids, texts, entries, strict=True))
+
+    def logprobs_of(self, tokens: list[_Token], offset: int = 0) -> CompletionLogprobs | None:
+        """None unless they are asked for."""
+        if self.body.logprobs is None:
+            return None
+        return completion_logprobs(tokens, offset, self.as_ids)
+
+
+async def _whole(answer: _Answer, generation: Generation) -> Completion:
+    gatherers = [OutputGatherer("", None, prompt, answer.params) for prompt in answer.prompts]
+    count = TokenCount(answer.prompts)
+    async for number, deltas in generation:
+        count.take(number, deltas)
+        for delta in deltas:
+            gatherers[number].take(delta)
+    choices = []
+    for number, gatherer in enumerate(gatherers):
+        output = gatherer.output()
+        for index, completion in enumerate(_best(output.outputs, answer.n)):
+            choices.append(_choice(answer, number, output, completion, number * answer.n + index))
+    nothing_asked = answer.body.max_tokens == 0
+    return answer.wrap(choices, count.usage(0 if nothing_asked else None))
+
+
+def _best(completions: list[CompletionOutput], n: int) -> list[CompletionOutput]:
+    """Those with the highest log-probability a token."""
+    if n == len(completions):
+        return completions
+
+    def mean_logprob(completion: CompletionOutput) -> float:
+        return (completion.cumulative_logprob or 0.0) / max(1, len(completion.token_ids))
+
+    return sorted(completions, key=mean_logprob, reverse=True)[:n]
+
+
+def _choice(
+    answer: _Answer, number: int, output: RequestOutput, completion: CompletionOutput, index: int
+) -> CompletionChoice:
+    body = answer.body
+    text = completion.text
+    tokens = _tokens(completion.token_ids, completion.logprobs)
+    if body.max_tokens == 0:
+        text, tokens = "", []
+    if body.echo:
+        text = answer.prompt_text(number) + text
+        if body.logprobs is not None:
+            tokens = answer.prompt_tokens(number, output.prompt_logprobs or ()) + tokens
+    shown: PromptLogprobs | UnsetType = UNSET
+    if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+        shown = prompt_logprobs(output.prompt_logprobs)
+    return CompletionChoice(
+        index,
+        text,
+        answer.logprobs_of(tokens),
+        _finish_reason(completion.finish_reason),
+        completion.stop_reason,
+        shown,
+    )
+
+
+def _tokens(ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> list[_Token]:
+    if logprobs is None:
+        return []
+    return [
+        (token, entries[token].decoded_token, entries)
+        for token, entries in zip(ids, logprobs, strict=True)
+    ]
+
+
+def _finish_reason(reason: str | None) -> FinishReason | None:
+    """An aborted one has become an error before."""
+    return "stop" if reason == "stop" else "length" if reason == "length" else None
+
+
+@dataclass
+class _Progress:
+    """How far one choice's stream has come. offset: characters of its tokens so far. held: what
+    has to wait for the log-probabilities of the prompt, which come with the first completion."""
+
+    begun: bool = False
+    offset: int = 0
+    held: list[OutputDelta] = field(default_factory=list)
+
+
+async def _events(
+    answer: _Answer, generation: Generation, include_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    body, n = answer.body, answer.n
+    encode = msgspec.json.Encoder().encode
+    no_usage = None if include_usage else UNSET
+    count = TokenCount(answer.prompts)
+    progress = [_Progress() for _ in range(n * len(answer.prompts))]
+    of_prompt: list[list[Logprobs | None]] = [[None] for _ in answer.prompts]
+    prompt_logprobs_wanted = answer.params.prompt_logprobs is not None
+    async for number, deltas in generation:
+        count.take(number, deltas)
+        for delta in deltas:
+            if delta.prompt_logprobs:
+                of_prompt[number] += delta.prompt_logprobs
+            if delta.token is not None or delta.finish_reason is not None:
+                progress[number * n + delta.index].held.append(delta)
+        if prompt_logprobs_wanted and len(of_prompt[number]) < len(answer.prompts[number]):
+            continue
+        for place in range(number * n, number * n + n):
+            if progress[place].held:
+                choice = _piece(answer, number, place, progress[place], of_prompt[number])
+                yield encode(answer.wrap([choice], no_usage))
+    if include_usage:
+        yield encode(answer.wrap([], count.usage(0 if body.max_tokens == 0 else None)))
+
+
+def _piece(
+    answer: _Answer,
+    number: int,
+    place: int,
+    progress: _Progress,
+    of_prompt: list[Logprobs | None],
+) -> CompletionChoice:
+    """What the deltas that one completion holds add to its text."""
+    body = answer.body
+    deltas, progress.held = progress.held, []
+    text = "".join([delta.text for delta in deltas])
+    tokens: list[_Token] = []
+    if body.logprobs is not None:
+        for delta in deltas:
+            if delta.token is not None and delta.logprobs is not None:
+                tokens += _tokens([delta.token], [delta.logprobs])
+    if body.max_tokens == 0:
+        text, tokens = "", []
+    shown: PromptLogprobs | UnsetType = UNSET
+    if not progress.begun:
+        progress.begun = True
+        if body.echo:
+            text = answer.prompt_text(number) + text
+            if body.logprobs is not None:
+                tokens = answer.prompt_tokens(number, of_prompt) + tokens
+        if body.prompt_logprobs is not None:
+            shown = prompt_logprobs(of_prompt)
+    logprobs = answer.logprobs_of(tokens, progress.offset)
+    progress.offset += sum(len(token_text) for _, token_text, _ in tokens)
+    last = deltas[-1]
+    return CompletionChoice(
+        place, text, logprobs, _finish_reason(last.finish_reason), last.stop_reason, shown
+    )

@@ -1,0 +1,89 @@
+"""Errors as the OpenAI API shapes them.
+
+Source: https://platform.openai.com/docs/guides/error-codes
+"""
+
+from typing import Any
+
+import msgspec
+
+from headrace.errors import HeadraceError, UsageError
+
+# The API's word for each status that this server gives.
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error. param: the field at fault; code: for programs to look at.
+
+    closes: whether the connection is to end with it, since the rest of a request is on its way.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        closes: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.closes = closes
+
+    def as_json(self) -> bytes:
+        """The body of the answer, or the data of an event in a stream."""
+        return error_json(self.status, self.message, self.param, self.code)
+
+    def headers(self) -> dict[str, str]:
+        """Of the answer, besides its type and length."""
+        found = {}
+        if self.closes:
+            found["connection"] = "close"
+        if self.status in (429, 503):
+            found["retry-after"] = "1"
+        if self.status == 401:
+            found["www-authenticate"] = "Bearer"
+        return found
+
+
+def error_json(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> bytes:
+    """An error object, encoded."""
+    error: dict[str, Any] = {
+        "message": message,
+        "type": _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error"),
+        "param": param,
+        "code": code,
+    }
+    return msgspec.json.encode({"error": error})
+
+
+def as_api_error(error: HeadraceError, fields: frozenset[str] = frozenset()) -> ApiError:
+    """How a client is told of an error. fields: names of the request, one of which may be to
+    blame: the engine's messages begin with it then."""
+    message = " ".join(str(error).split())
+    if isinstance(error, UsageError):
+        first = message.split(" ", 1)[0].rstrip(":")
+        return ApiError(400, message, param=first if first in fields else None)
+    return ApiError(500, message)
+
+
+INTERNAL = ApiError(500, "internal error: see the server's log")

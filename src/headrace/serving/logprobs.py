@@ -1,0 +1,86 @@
+"""Log-probabilities in the API's two styles, and in vLLM's for prompts."""
+
+import math
+from collections.abc import Sequence
+
+from headrace.engine.outputs import Logprob, Logprobs
+from headrace.serving.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
+
+# JSON has no infinity; vLLM and OpenAI give this instead.
+_LEAST = -9999.0
+
+
+def completion_logprobs(
+    tokens: Sequence[tuple[int, str, Logprobs | None]], offset: int, as_ids: bool
+) -> CompletionLogprobs:
+    """Of tokens as (id, text, log-probabilities there or None for the first of a prompt).
+
+    offset: characters before them. as_ids: write tokens as token_id:N, which are never ambiguous.
+    """
+    found = CompletionLogprobs([], [], [], [])
+    for token, text, entries in tokens:
+        shown = _shown(token, text, as_ids)
+        found.text_offset.append(offset)
+        found.tokens.append(shown)
+        offset += len(text)
+        if entries is None:
+            found.token_logprobs.append(None)
+            found.top_logprobs.append(None)
+            continue
+        found.token_logprobs.append(_finite(entries[token]))
+        top: dict[str, float] = {}
+        # The likeliest first, so that of tokens with equal texts the likelier one is kept.
+        for other, entry in _by_rank(entries):
+            top.setdefault(_shown(other, entry.decoded_token, as_ids), _finite(entry))
+        found.top_logprobs.append(top)
+    return found
+
+
+def chat_logprobs(tokens: Sequence[tuple[int, Logprobs]], top: int, as_ids: bool) -> ChatLogprobs:
+    """Of tokens as (id, log-probabilities there); top: how many of the likeliest to show."""
+    content = []
+    for token, entries in tokens:
+        own = entries[token]
+        text = _shown(token, own.decoded_token, as_ids)
+        likeliest = [
+            TopLogprob(shown, _finite(entry), list(entry.decoded_token.encode()))
+            for other, entry in _by_rank(entries)
+            if entry.rank <= top
+            for shown in [_shown(other, entry.decoded_token, as_ids)]
+        ]
+        content.append(
+            TokenLogprob(text, _finite(own), list(own.decoded_token.encode()), likeliest)
+        )
+    return ChatLogprobs(content)
+
+
+def prompt_logprobs(entries: Sequence[Logprobs | None]) -> PromptLogprobs:
+    """One entry a prompt token, as vLLM shows them."""
+    return [
+        None
+        if entry is None
+        else {
+            token: PromptLogprob(_finite(found), found.rank, found.decoded_token)
+            for token, found in entry.items()
+        }
+        for entry in entries
+    ]
+
+
+def _shown(token: int, text: str, as_ids: bool) -> str:
+    return f"token_id:{token}" if as_ids else text
+
+
+def _by_rank(entries: Logprobs) -> list[tuple[int, Logprob]]:
+    return sorted(entries.items(), key=lambda item: item[1].rank)
+
+
+def _finite(entry: Logprob) -> float:
+    return entry.logprob if math.isfinite(entry.logprob) else _LEAST

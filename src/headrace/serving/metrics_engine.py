@@ -1,0 +1,214 @@
+"""The engine's state as metrics, read when somebody asks.
+
+The engine runs in another thread and takes no notice: only numbers and lengths are read, no lock is
+taken and nothing that it changes is walked through. So figures may be off by what just moves.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Generic, NamedTuple, TypeVar
+
+from prometheus_client import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from headrace.engine.engine import Engine
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.stage_usage import StageUsage
+
+# How far back the busy fraction looks.
+_BUSY_WINDOW_S = 10.0
+
+_Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
+_Source = TypeVar("_Source")
+
+
+class _Figure(NamedTuple, Generic[_Source]):
+    """A number of the scheduler or of a stage. Prometheus adds _total to names of counters."""
+
+    family: _Family
+    name: str
+    documentation: str
+    value: Callable[[_Source], float]
+
+
+_FIGURES: list[_Figure[Scheduler]] = [
+    _Figure(
+        GaugeMetricFamily,
+        "num_requests_running",
+        "Completions (a request has n of them) that have a slot and go on.",
+        lambda s: s.num_running,
+    ),
+    _Figure(
+        GaugeMetricFamily,
+        "num_requests_waiting",
+        "Completions (a request has n of them) that wait for a slot, preempted ones included.",
+        lambda s: s.num_waiting,
+    ),
+    _Figure(
+        GaugeMetricFamily,
+        "kv_cache_usage_perc",
+        "Part of the KV-cache blocks that completions own; 1 is all.",
+        lambda s: s.blocks_used / s.config.num_blocks,
+    ),
+    _Figure(
+        GaugeMetricFamily,
+        "kv_blocks_used",
+        "KV-cache blocks that completions own; 0 when nothing runs.",
+        lambda s: s.blocks_used,
+    ),
+    _Figure(
+        GaugeMetricFamily, "kv_blocks_total", "KV-cache blocks.", lambda s: s.config.num_blocks
+    ),
+    _Figure(
+        GaugeMetricFamily,
+        "slots_used",
+        "Slots in use, those to be released with the next step included; 0 when nothing runs.",
+        lambda s: s.slots_used,
+    ),
+    _Figure(
+        GaugeMetricFamily,
+        "slots_total",
+        "Slots: completions that can run at the same time.",
+        lambda s: s.config.max_num_seqs,
+    ),
+    _Figure(
+        CounterMetricFamily,
+        "prefix_cache_queries",
+        "Tokens that admitted completions looked for in the prefix cache.",
+        lambda s: s.prefix_cache_queries,
+    ),
+    _Figure(
+        CounterMetricFamily,
+        "prefix_cache_hits",
+        "Tokens that admitted completions found in the prefix cache.",
+        lambda s: s.prefix_cache_hits,
+    ),
+    _Figure(
+        CounterMetricFamily,
+        "num_preemptions",
+        "How often a running completion lost its slot to an older one.",
+        lambda s: s.preemptions,
+    ),
+    _Figure(
+        GaugeMetricFamily,
+        "num_microbatches",
+        "Groups of decoding completions that take turns.",
+        lambda s: s.num_microbatches,
+    ),
+    _Figure(CounterMetricFamily, "steps", "Steps planned and sent.", lambda s: s.newest_step + 1),
+    _Figure(
+        GaugeMetricFamily,
+        "steps_in_flight",
+        "Steps whose result has not come.",
+        lambda s: s.steps_in_flight,
+    ),
+]
+
+_STAGE_FIGURES: list[_Figure[StageUsage]] = [
+    _Figure(
+        CounterMetricFamily,
+        "stage_busy_seconds",
+        "Time in which the stage computed.",
+        lambda usage: usage.busy_s,
+    ),
+    _Figure(
+        CounterMetricFamily,
+        "stage_feedback_wait_seconds",
+        "Time in which the stage waited for sampled tokens.",
+        lambda usage: usage.feedback_wait_s,
+    ),
+    _Figure(
+        CounterMetricFamily,
+        "stage_activation_wait_seconds",
+        "Time in which the stage waited for the stage before it.",
+        lambda usage: usage.activation_wait_s,
+    ),
+    _Figure(
+        GaugeMetricFamily,
+        "stage_peak_memory_bytes",
+        "The most memory that the stage ever had.",
+        lambda usage: usage.peak_memory_bytes,
+    ),
+]
+
+
+class EngineState(Collector):
+    """Shows one engine; nothing before it is attached."""
+
+    def __init__(self, model_name: str, clock: Callable[[], float]) -> None:
+        self._model_name = model_name
+        self._clock = clock
+        self._engine: Engine | None = None
+        # Moments and each stage's busy seconds by then.
+        self._samples: deque[tuple[float, list[float]]] = deque()
+
+    def attach(self, engine: Engine) -> None:
+        """Show this engine from now on."""
+        # First: another thread may collect at this very moment.
+        self._sample(engine)
+        self._engine = engine
+
+    def sample(self) -> None:
+        """Note how long the stages have computed so far."""
+        if self._engine is not None:
+            self._sample(self._engine)
+
+    def _sample(self, engine: Engine) -> None:
+        samples = self._samples
+        samples.append((self._clock(), [usage.busy_s for usage in engine.usage]))
+        while len(samples) > 2 and samples[-1][0] - samples[1][0] >= _BUSY_WINDOW_S:
+            samples.popleft()
+
+    def collect(self) -> Iterator[Metric]:
+        """What there is to see now."""
+        engine = self._engine
+        if engine is None:
+            return
+        model = [self._model_name]
+        for figure in _FIGURES:
+            family = figure.family(
+                f"headrace:{figure.name}", figure.documentation, labels=["model_name"]
+            )
+            family.add_metric(model, figure.value(engine.scheduler))
+            yield family
+        for of_stage in _STAGE_FIGURES:
+            values = [of_stage.value(usage) for usage in engine.usage]
+            yield self._by_stage(of_stage.family, of_stage.name, of_stage.documentation, values)
+        yield self._by_stage(
+            GaugeMetricFamily,
+            "stage_busy_fraction",
+            f"Part of the last {_BUSY_WINDOW_S:g} seconds in which the stage computed.",
+            self._busy_fractions(engine.num_stages),
+        )
+        yield self._cache_config(engine.scheduler)
+
+    def _by_stage(
+        self, family: _Family, name: str, documentation: str, values: list[float]
+    ) -> Metric:
+        made = family(f"headrace:{name}", documentation, labels=["model_name", "stage"])
+        for stage, value in enumerate(values):
+            made.add_metric([self._model_name, str(stage)], value)
+        return made
+
+    def _busy_fractions(self, num_stages: int) -> list[float]:
+        """By stage. A step counts when it is reported, so a long one could make it more than 1."""
+        (began, before), (ended, after) = self._samples[0], self._samples[-1]
+        if ended <= began:
+            return [0.0] * num_stages
+        return [
+            min(1.0, (late - early) / (ended - began))
+            for early, late in zip(before, after, strict=True)
+        ]
+
+    def _cache_config(self, scheduler: Scheduler) -> Metric:
+        """Labels as in vLLM: programs that route requests read them."""
+        config = scheduler.config
+        info = GaugeMetricFamily(
+            "headrace:cache_config_info",
+            "How the KV cache is laid out; always 1.",
+            labels=["model_name", "block_size", "num_gpu_blocks", "enable_prefix_caching"],
+        )
+        sizes = [str(config.block_size), str(config.num_blocks), str(config.prefix_caching)]
+        info.add_metric([self._model_name, *sizes], 1)
+        return info

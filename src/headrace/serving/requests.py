@@ -1,0 +1,274 @@
+"""The bodies that clients send: OpenAI's fields for text, and vLLM's extras.
+
+Fields that stand for something Headrace does not do are here too, since clients send them with
+values that ask for nothing; UNSUPPORTED says which values those are.
+Sources: https://platform.openai.com/docs/api-reference, https://docs.vllm.ai (OpenAI-compatible
+server).
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+
+# The usual values of fields that are for other kinds of models, or other kinds of servers.
+_NOTHING: tuple[Any, ...] = (None,)
+_NO_LIST: tuple[Any, ...] = (None, [])
+_NO: tuple[Any, ...] = (None, False)
+_YES: tuple[Any, ...] = (None, True)
+
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What all bodies have in common. UNSUPPORTED: fields, and the values that ask for nothing."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    model: str | None = None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """include_usage: count tokens in a last event, without choices."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Generation(Body, kw_only=True):
+    """What completions and chats have in common, named as in SamplingParams where it is the same.
+
+    Nulls stand for the defaults.
+    """
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "use_beam_search": _NO,
+        "length_penalty": (None, 1),
+        "skip_special_tokens": _YES,
+        "spaces_between_special_tokens": _YES,
+        "truncate_prompt_tokens": _NOTHING,
+        "allowed_token_ids": _NOTHING,
+        "logits_processors": _NOTHING,
+        "structured_outputs": _NOTHING,
+        "return_token_ids": _NO,
+        "cache_salt": _NOTHING,
+        "request_id": _NOTHING,
+        "vllm_xargs": _NOTHING,
+        "kv_transfer_params": _NOTHING,
+    }
+
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    n: _Positive | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    user: str | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: _Count | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: int | None = None
+    priority: int | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    logits_processors: Any = None
+    structured_outputs: Any = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    vllm_xargs: Any = None
+    kv_transfer_params: Any = None
+
+
+class CompletionBody(Generation, kw_only=True):
+    """POST /v1/completions. prompt: a text, token ids, or a list of either."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **Generation.UNSUPPORTED,
+        "suffix": (None, ""),
+        "response_format": (None, {"type": "text"}),
+    }
+
+    prompt: str | list[str | int | list[int]]
+    best_of: _Positive | None = None
+    echo: bool | None = None
+    logprobs: _Count | None = None
+    max_tokens: _Count | None = 16
+
+    suffix: str | None = None
+    response_format: Any = None
+
+
+class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = str | list[TextPart]
+
+
+class SystemMessage(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="system"
+):
+    """What the model is to be."""
+
+    content: Content
+    name: str | None = None
+
+
+class DeveloperMessage(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="developer"
+):
+    """OpenAI's newer word for a system message; templates are given it as one."""
+
+    content: Content
+    name: str | None = None
+
+
+class UserMessage(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="user"
+):
+    """What the user said."""
+
+    content: Content
+    name: str | None = None
+
+
+class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """arguments: a JSON object, as a text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A call that an earlier answer made."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class AssistantMessage(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"
+):
+    """An earlier answer, with the fields that answers have."""
+
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    refusal: Literal[None] = None
+    audio: Literal[None] = None
+    function_call: Literal[None] = None
+    annotations: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
+
+
+class ToolMessage(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="tool"
+):
+    """What a tool answered."""
+
+    content: Content
+    tool_call_id: str
+    name: str | None = None
+
+
+ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+
+
+class ChatBody(Generation, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **Generation.UNSUPPORTED,
+        "tools": _NO_LIST,
+        "tool_choice": (None, "none"),
+        "parallel_tool_calls": _NOTHING,
+        "functions": _NO_LIST,
+        "function_call": (None, "none"),
+        "response_format": (None, {"type": "text"}),
+        "modalities": (None, ["text"]),
+        "audio": _NOTHING,
+        "prediction": _NOTHING,
+        "web_search_options": _NOTHING,
+        "reasoning_effort": (None, "none"),
+        "verbosity": _NOTHING,
+        "service_tier": (None, "auto", "default"),
+        "store": _NO,
+        "metadata": (None, {}),
+        "echo": _NO,
+        "continue_final_message": _NO,
+        "chat_template": _NOTHING,
+        "documents": _NO_LIST,
+    }
+
+    messages: Messages
+    logprobs: bool | None = None
+    top_logprobs: _Count | None = None
+    max_tokens: _Positive | None = None
+    max_completion_tokens: _Positive | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    metadata: Any = None
+    echo: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    documents: Any = None
+
+
+class TokenizeBody(Body, kw_only=True):
+    """POST /tokenize: either a prompt or messages, as the API would take them.
+
+    return_token_strs: also how the vocabulary writes each token.
+    """
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body, kw_only=True):
+    """POST /detokenize: the text of tokens, special ones included."""
+
+    tokens: list[int]

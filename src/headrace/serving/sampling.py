@@ -1,0 +1,68 @@
+"""From a request's fields to what the engine is asked for."""
+
+from typing import Any
+
+from headrace.errors import UsageError
+from headrace.protocol.sampling_params import SamplingParams
+from headrace.serving.errors import ApiError, as_api_error
+from headrace.serving.requests import Generation
+
+# Fields that SamplingParams has under the same names.
+_SHARED = (
+    "frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop", "temperature", "top_p",
+    "top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "bad_words",
+    "ignore_eos", "include_stop_str_in_output", "prompt_logprobs",
+)  # fmt: skip
+
+
+def sampling_params(
+    body: Generation, *, n: int, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """What the request asks for; fields that are null take SamplingParams' defaults.
+
+    Raises ApiError naming the field for a value out of range.
+    """
+    fields: dict[str, Any] = {
+        name: value for name in _SHARED if (value := getattr(body, name)) is not None
+    }
+    if body.logit_bias == {}:
+        del fields["logit_bias"]
+    try:
+        return SamplingParams(n=n, max_tokens=max_tokens, logprobs=logprobs, **fields)
+    except UsageError as error:
+        raise as_api_error(error, frozenset(body.__struct_fields__)) from error
+
+
+def check_stream_options(body: Generation) -> bool:
+    """Whether usage is to be sent in a stream. Raises ApiError for what does not fit."""
+    options = body.stream_options
+    if options is None:
+        return False
+    if not body.stream:
+        raise ApiError(
+            400, "stream_options is for streams: set stream to true", param="stream_options"
+        )
+    for name in ("include_obfuscation", "continuous_usage_stats"):
+        if getattr(options, name):
+            raise ApiError(
+                400,
+                f"stream_options.{name} is not supported: leave it out",
+                param=f"stream_options.{name}",
+            )
+    return bool(options.include_usage)
+
+
+def check_room(prompt_tokens: int, max_tokens: int | None, limit: int, field: str) -> None:
+    """Raises ApiError if prompt and answer exceed the positions that a sequence may have.
+
+    field: what the request calls max_tokens.
+    """
+    if prompt_tokens >= limit or prompt_tokens + (max_tokens or 0) > limit:
+        asked = "" if max_tokens is None else f" and {max_tokens} for the answer ({field})"
+        raise ApiError(
+            400,
+            f"a sequence may have {limit} tokens (--max-model-len), but the prompt has "
+            f"{prompt_tokens}{asked or ', which leaves no room for an answer'}",
+            param=field if max_tokens is not None and prompt_tokens < limit else None,
+            code="context_length_exceeded",
+        )

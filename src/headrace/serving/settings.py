@@ -1,0 +1,71 @@
+"""What the server can be told, with vLLM's names where vLLM has them."""
+
+import json
+from dataclasses import dataclass, field
+
+from headrace.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Settings of the server, apart from its engine's. Raises UsageError naming the flag.
+
+    port: 0 picks a free one. api_keys: any of them opens the API; none: it is open.
+    served_model_names: what requests may call the model; answers have the first.
+    max_queued_requests: completions that may wait for a slot before more are refused.
+    max_body_bytes: of a request. read_timeout: seconds for a request's header, and for its body,
+    to arrive. request_timeout: seconds for a whole answer, None for any. drain_timeout: seconds
+    for running requests to end once the server is to.
+    allowed_origins, _methods, _headers: what browsers on other sites may do (CORS).
+    """
+
+    served_model_names: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    max_queued_requests: int = 4096
+    max_body_bytes: int = 16 * 2**20
+    read_timeout: float = 30.0
+    request_timeout: float | None = None
+    drain_timeout: float = 30.0
+    allowed_origins: tuple[str, ...] = ("*",)
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise UsageError(f"--port must be from 0 to 65535, not {self.port}")
+        if self.max_queued_requests < 0:
+            raise UsageError(
+                f"--max-queued-requests must be at least 0, not {self.max_queued_requests}"
+            )
+        if self.max_body_bytes < 1:
+            raise UsageError("--max-body-size must be at least 1 byte")
+        for flag, value in (
+            ("--read-timeout", self.read_timeout),
+            ("--request-timeout", self.request_timeout),
+        ):
+            if value is not None and not 0 < value <= 86_400:
+                raise UsageError(f"{flag} must be above 0 and at most 86400, not {value}")
+        if not 0 <= self.drain_timeout <= 86_400:
+            raise UsageError(f"--drain-timeout must be from 0 to 86400, not {self.drain_timeout}")
+        if any(not key.strip() or not key.isprintable() for key in self.api_keys):
+            raise UsageError("--api-key must be a text that is not empty")
+        if any(not name.strip() for name in self.served_model_names):
+            raise UsageError("--served-model-name must not be empty")
+        if (self.ssl_keyfile is not None) and self.ssl_certfile is None:
+            raise UsageError("--ssl-keyfile needs --ssl-certfile, the certificate of that key")
+
+
+def parse_list(flag: str, text: str) -> tuple[str, ...]:
+    """The texts of a JSON list, as vLLM's CORS flags take them. Raises UsageError naming flag."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise UsageError(f"""{flag} must be a JSON list of texts such as '["*"]', not {text!r}""")
+    return tuple(value)

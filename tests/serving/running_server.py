@@ -1,0 +1,51 @@
+"""`headrace serve` as a real process, with the URL that it printed."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from command import Command
+
+
+@dataclass
+class Server:
+    """A server that is up. lines: what it has printed on standard output, log: on the other."""
+
+    command: Command
+    url: str
+    lines: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def running_server(*arguments: str, ready: bool = True, **environment: str) -> Iterator[Server]:
+    """Start it on a free port; ready: wait until it answers requests, not only listens.
+
+    Nothing of it is left afterwards.
+    """
+    command = Command(["serve", "--port", "0", *arguments], environment=environment)
+    with command:
+        server = Server(command, "")
+        assert command.process.stdout is not None and command.process.stderr is not None
+        # Read all the while, or a full pipe would stop the server.
+        logs = threading.Thread(
+            target=lambda: server.log.extend(line.decode() for line in command.process.stderr or ())
+        )
+        logs.start()
+        for line in command.process.stdout:
+            server.lines.append(line.decode().rstrip())
+            if " listens on " in server.lines[-1]:
+                server.url = server.lines[-1].split(" listens on ")[1].split(",")[0]
+                if not ready:
+                    break
+            if server.lines[-1].startswith("ready "):
+                break
+        else:
+            logs.join()
+            raise AssertionError(f"the server did not start: {''.join(server.log)}")
+        try:
+            yield server
+        finally:
+            command.process.kill()
+            logs.join()
