@@ -20,11 +20,13 @@ class FakeServer:
 
     troubles: what goes wrong with the request of that number, from 0: "status" is a 400, "error" an
     error event, "cut" a connection closed in the middle, "short" an end without [DONE]. asked: the
-    bodies so far. peak: most requests at the same time. hung_up: set when a client goes early.
+    bodies so far, keys: their Authorization headers. peak: most requests at the same time. hung_up:
+    set when a client goes early.
     """
 
     troubles: dict[int, str] = field(default_factory=dict)
     asked: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
     connections: set[Any] = field(default_factory=set)
     running: int = 0
     peak: int = 0
@@ -53,6 +55,7 @@ class FakeServer:
         body = await request.json()
         trouble = self.troubles.get(len(self.asked))
         self.asked.append(body)
+        self.keys.append(request.headers.get("Authorization"))
         self.connections.add(request.transport)
         if trouble == "status":
             error = {"message": "max_tokens: too many,\nby far", "type": "BadRequest"}
@@ -103,8 +106,8 @@ class FakeServer:
 
     def _ids(self, body: dict[str, Any]) -> list[int]:
         if "messages" in body:
-            (message,) = body["messages"]
-            text, added = message["content"], ["<template>"] * TEMPLATE_LEN
+            text = " ".join(message["content"] for message in body["messages"])
+            added = ["<template>"] * TEMPLATE_LEN
         else:
             text, added = body["prompt"], []
         return [self.words.setdefault(w, len(self.words)) for w in [*added, *text.split()]]

@@ -1,8 +1,9 @@
 """`headrace serve` as a real process, with the URL that it printed."""
 
+import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from command import Command
@@ -27,7 +28,7 @@ def running_server(*arguments: str, ready: bool = True, **environment: str) -> I
     command = Command(["serve", "--port", "0", *arguments], environment=environment)
     with command:
         server = Server(command, "")
-        assert command.process.stdout is not None and command.process.stderr is not None
+        assert command.process.stdout is not None
         # Read all the while, or a full pipe would stop the server.
         logs = threading.Thread(
             target=lambda: server.log.extend(line.decode() for line in command.process.stderr or ())
@@ -47,5 +48,15 @@ def running_server(*arguments: str, ready: bool = True, **environment: str) -> I
         try:
             yield server
         finally:
-            command.process.kill()
+            _end(command)
             logs.join()
+
+
+def _end(command: Command) -> None:
+    """In order, so that its folder goes too; the second signal cuts what still runs."""
+    for _ in range(2):
+        command.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            command.process.wait(5)
+            return
+    command.process.kill()

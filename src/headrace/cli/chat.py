@@ -50,9 +50,7 @@ def chat(
     pipeline_parallel_size: options.PipelineParallelSize = 1,
     layer_partition: options.LayerPartition = None,
     dtype: options.Dtype = "auto",
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens a conversation may have; default: the model's.")
-    ] = None,
+    max_model_len: options.MaxModelLen = None,
     kv_cache_memory: options.KvCacheMemory = None,
     cpu_threads: options.CpuThreads = None,
     cpu_bind: options.CpuBind = "auto",
