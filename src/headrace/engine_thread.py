@@ -196,9 +196,10 @@ class EngineThread:
         self._closing = True
 
     def _add(self, submission: Submission) -> None:
+        if self.error is not None:
+            _post(submission.loop, submission.fail, self.error)
+            return
         try:
-            if self.error is not None:
-                raise self.error
             for request in submission.requests:
                 request.engine_id = self._engine.add(
                     request.prompt, submission.params, submission.priority

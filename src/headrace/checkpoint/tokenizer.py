@@ -60,7 +60,9 @@ class Tokenizer:
 
         Raises UsageError if the text is not valid Unicode.
         """
-        return list(self.core.encode(_checked(text), add_special_tokens=add_special_tokens).ids)
+        # As a batch, since encode() would stop all other threads meanwhile.
+        batch = self.core.encode_batch_fast([_checked(text)], add_special_tokens=add_special_tokens)
+        return list(batch[0].ids)
 
     def encode_chat(self, messages: list[Message]) -> list[int]:
         """Token ids of a chat; the template brings its own special tokens.

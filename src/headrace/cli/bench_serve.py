@@ -86,9 +86,7 @@ def serve(
     if not 0 < burstiness < math.inf:
         raise UsageError(f"--burstiness must be above 0, not {burstiness}")
     if not 0 <= random_range_ratio < 1:
-        raise UsageError(
-            "--random-range-ratio must be from 0 to below 1"
-        )
+        raise UsageError("--random-range-ratio must be from 0 to below 1")
     check_type("--dataset-name", dataset_name, Literal["random", "sonnet"])
     dataset: RandomPrompts | SonnetPrompts
     if dataset_name == "random":

@@ -135,7 +135,9 @@ def serve(
     _log_to_standard_error()
     listener = listen(settings)
     url = url_of(settings, listener)
-    print(f"headrace {headrace.__version__} listens on {url}, not ready yet", flush=True)
+
+    def on_listening() -> None:
+        print(f"headrace {headrace.__version__} listens on {url}, not ready yet", flush=True)
 
     def on_ready(engine: AsyncLLM) -> None:
         print(_engine_line(engine), flush=True)
@@ -151,7 +153,7 @@ def serve(
 
             return AsyncLLM(model, on_progress=on_progress, **engine_settings)
 
-    run_server(settings, listener, load, on_ready)
+    run_server(settings, listener, on_listening, load, on_ready)
     print("ended in order", flush=True)
     return 0
 
@@ -159,7 +161,8 @@ def serve(
 def _api_keys(given: list[str] | None) -> tuple[str, ...]:
     """The keys of the flags, or else that of the environment, which the stages then do not see."""
     from_environment = os.environ.pop(_KEY_VARIABLE, None)
-    return tuple(given or ([from_environment] if from_environment else []))
+    # One that is empty is refused later: it was meant to be a key.
+    return tuple(given or ([] if from_environment is None else [from_environment]))
 
 
 def _log_to_standard_error() -> None:

@@ -92,6 +92,17 @@ class Detokenizer:
             return _ByteStream(self._texts, self._bytes)
         return _TokenStream(self._texts, self._contents, self._decode, self._token_by_token)
 
+    def bytes_of(self, token: int) -> bytes | None:
+        """The bytes that a token stands for, maybe part of a character; None for one that stands
+        for text, and for special ones."""
+        content = self._contents[token]
+        if content is None:
+            return None
+        if self._spelled_in_bytes:
+            return self._bytes[token]
+        is_byte = self._has_byte_tokens and _BYTE_TOKEN.fullmatch(content)
+        return bytes([int(content[3:5], 16)]) if is_byte else None
+
     def _decode(self, contents: list[str]) -> str:
         if self._decoder is None:
             return " ".join(contents)

@@ -143,8 +143,10 @@ class SamplingParams(msgspec.Struct, metaclass=_KnownNames, frozen=True, kw_only
             if "" in getattr(self, name):
                 raise UsageError(f"{name} {getattr(self, name)!r}: no text in it may be empty")
             for text in getattr(self, name):
-                if any("\ud800" <= character <= "\udfff" for character in text):
-                    raise UsageError(f"{name} {text!r}: not valid Unicode text")
+                try:
+                    text.encode()
+                except UnicodeEncodeError:
+                    raise UsageError(f"{name} {text!r}: not valid Unicode text") from None
         for token, bias in (self.logit_bias or {}).items():
             _check_range("logit_bias: each token id", token, 0, _MAX_COUNT)
             _check_range(f"logit_bias: the value of token {token}", bias, -100, 100)

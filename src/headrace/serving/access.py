@@ -2,9 +2,9 @@
 
 import hmac
 
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from headrace.serving.body import LastResponse
 from headrace.serving.errors import ApiError
 
 # For probes and scrapers, which have no key; what they show says nothing of requests.
@@ -23,7 +23,7 @@ class KeyCheck:
             await self._app(scope, receive, send)
             return
         error = ApiError(401, "no valid API key: send Authorization: Bearer KEY", closes=True)
-        response = Response(error.as_json(), 401, error.headers(), "application/json")
+        response = LastResponse(error.as_json(), 401, error.headers(), "application/json")
         await response(scope, receive, send)
 
     def _may_enter(self, scope: Scope) -> bool:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 import headrace
 from headrace.errors import HeadraceError
 from headrace.serving.access import KeyCheck
-from headrace.serving.body import ClientGone, read_body
+from headrace.serving.body import ClientGone, LastResponse, read_body
 from headrace.serving.chat import answer_chat
 from headrace.serving.completions import complete
 from headrace.serving.errors import INTERNAL, ApiError, as_api_error
@@ -45,6 +45,7 @@ def make_app(service: Service) -> FastAPI:
         title="Headrace",
         version=headrace.__version__,
         description="OpenAI's API for text, with vLLM's extras.",
+        redirect_slashes=False,
     )
     _add_routes(app, service)
     _add_error_answers(app)
@@ -120,7 +121,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize", **describe(Detokenized, body=DetokenizeBody, errors=_BODY_ERRORS))
     async def text_of(request: Request) -> Response:
         """The text of tokens."""
-        return _json(detokenize(service, await read_body(request, DetokenizeBody, settings)))
+        body = await read_body(request, DetokenizeBody, settings)
+        return _json(await detokenize(service, body))
 
 
 def _add_error_answers(app: FastAPI) -> None:
@@ -135,7 +137,10 @@ def _add_error_answers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{error.detail}: {request.method} {request.url.path}"
-        return _error(ApiError(error.status_code, message), error.headers)
+        # Its body, if there is one, was not read.
+        unread = request.headers.get("content-length", "0") != "0"
+        unread |= "transfer-encoding" in request.headers
+        return _error(ApiError(error.status_code, message, closes=unread), error.headers)
 
     @app.exception_handler(ClientGone)
     async def client_gone(request: Request, error: ClientGone) -> Response:
@@ -148,9 +153,9 @@ def _add_error_answers(app: FastAPI) -> None:
 
 
 def _error(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(
-        error.as_json(), error.status, {**(headers or {}), **error.headers()}, "application/json"
-    )
+    kind = LastResponse if error.closes else Response
+    headers = {**(headers or {}), **error.headers()}
+    return kind(error.as_json(), error.status, headers, "application/json")
 
 
 def _json(value: msgspec.Struct) -> Response:

@@ -1,13 +1,17 @@
 """Reads a request's body: its size, its time, its type, and what is in it."""
 
 import asyncio
+import contextlib
 import difflib
 import re
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from headrace.serving.connection import LINGER_S
 from headrace.serving.errors import ApiError
 from headrace.serving.requests import Body
 from headrace.serving.settings import ServerSettings
@@ -19,6 +23,23 @@ _WRONG = re.compile(r"(?P<what>.*?) - at `(?:key` in `)?\$\.?(?P<path>.*)`", re.
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`")
 
 
+class LastResponse(Response):
+    """An answer to a request that was not read to its end, after which the connection ends.
+
+    Not at once: what the client still sends would make its system drop the answer.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while (await receive()).get("more_body"):
+                    pass
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 class ClientGone(Exception):
     """The client closed the connection before its request was whole: nobody is to be told."""
 
@@ -27,6 +48,8 @@ async def read_body(request: Request, kind: type[_Body], settings: ServerSetting
     """The body as an object of this kind. Raises ApiError for what is wrong with it."""
     _check_type(request)
     data = await _read(request, settings)
+    if not data:
+        raise ApiError(400, "there is no body: send a JSON object")
     try:
         body = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -72,6 +95,7 @@ async def _read(request: Request, settings: ServerSettings) -> bytes:
                     raise ClientGone
                 data += message["body"]
                 if len(data) > limit:
+                    too_large.closes = message["more_body"]
                     raise too_large
                 if not message["more_body"]:
                     return bytes(data)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from headrace.engine.outputs import Logprobs, OutputDelta, OutputGatherer
 from headrace.errors import UsageError
 from headrace.protocol.sampling_params import SamplingParams
-from headrace.serving.errors import ApiError
+from headrace.serving.errors import ApiError, as_api_error
 from headrace.serving.event_stream import EventStream, unless_gone
 from headrace.serving.logprobs import chat_logprobs, prompt_logprobs
 from headrace.serving.messages import template_messages
@@ -32,7 +32,8 @@ from headrace.serving.sampling import check_room, check_stream_options, sampling
 from headrace.serving.service import Generation, Service
 from headrace.serving.usage import TokenCount
 
-_FIELDS = frozenset(ChatBody.__struct_fields__)
+_FIELDS = {name: name for name in ChatBody.__struct_fields__} | {"logprobs": "top_logprobs"}
+_TEMPLATE_FIELDS = {"chat_template_kwargs": "chat_template_kwargs"}
 
 
 async def answer_chat(service: Service, body: ChatBody, request: Request) -> Response:
@@ -45,8 +46,11 @@ async def answer_chat(service: Service, body: ChatBody, request: Request) -> Res
     # The newer name wins, as in vLLM.
     newer = body.max_completion_tokens is not None
     max_tokens = body.max_completion_tokens if newer else body.max_tokens
+    field = "max_completion_tokens" if newer else "max_tokens"
+    fields = {**_FIELDS, "max_tokens": field}
     params = sampling_params(
         body,
+        fields,
         n=body.n or 1,
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -58,9 +62,14 @@ async def answer_chat(service: Service, body: ChatBody, request: Request) -> Res
         template_options=body.chat_template_kwargs,
         add_special_tokens=bool(body.add_special_tokens),
     )
-    field = "max_completion_tokens" if newer else "max_tokens"
-    check_room(len(prompt), max_tokens, engine.running.max_model_len, field)
-    generation = await service.begin([prompt], params, body.priority or 0, _FIELDS)
+    check_room(
+        len(prompt),
+        max_tokens,
+        engine.running.max_model_len,
+        prompt_field="messages",
+        field=field,
+    )
+    generation = await service.begin([prompt], params, body.priority or 0, fields)
     answer = _Answer(service, body, params, prompt)
     if body.stream:
         return EventStream(_events(answer, generation, include_usage), generation.close)
@@ -86,7 +95,8 @@ async def encode_messages(
         text = tokenizer.render_chat(given, add_generation_prompt, template_options or {})
         return await service.encode(text, add_special_tokens)
     except UsageError as error:
-        raise ApiError(400, " ".join(str(error).split()), param="messages") from error
+        told = as_api_error(error, _TEMPLATE_FIELDS)
+        raise ApiError(400, told.message, param=told.param or "messages") from error
 
 
 class _Answer:
@@ -95,6 +105,7 @@ class _Answer:
     def __init__(
         self, service: Service, body: ChatBody, params: SamplingParams, prompt: list[int]
     ) -> None:
+        self._service = service
         self.body = body
         self.params = params
         self.prompt = prompt
@@ -117,7 +128,7 @@ class _Answer:
         if not self.body.logprobs:
             return None
         as_ids = bool(self.body.return_tokens_as_token_ids)
-        return chat_logprobs(tokens, self.body.top_logprobs or 0, as_ids)
+        return chat_logprobs(tokens, self.body.top_logprobs or 0, as_ids, self._service.token_bytes)
 
 
 async def _whole(answer: _Answer, generation: Generation) -> Chat:
@@ -163,10 +174,7 @@ async def _events(
     of_prompt: list[Logprobs | None] | None = None
     if answer.params.prompt_logprobs is not None:
         of_prompt = [None]
-    # All answers begin at once: clients learn that the request was taken on.
-    for index in range(n):
-        first = ChatChunkChoice(index, ChatDelta("", "assistant"), None, None)
-        yield encode(answer.chunk([first], no_usage))
+    begun = set()
     async for number, deltas in generation:
         count.take(number, deltas)
         for delta in deltas:
@@ -178,6 +186,11 @@ async def _events(
         for index in range(n):
             own = [delta for delta in deltas if delta.index == index]
             if own and (own[-1].finish_reason or any(delta.token is not None for delta in own)):
+                if index not in begun:
+                    # Not before its first token: load generators take it for that.
+                    begun.add(index)
+                    first = ChatChunkChoice(index, ChatDelta("", "assistant"), None, None)
+                    yield encode(answer.chunk([first], no_usage))
                 yield encode(answer.chunk([_piece(answer, index, own)], no_usage))
     if include_usage:
         yield encode(answer.chunk([], count.usage()))

@@ -36,7 +36,7 @@ from headrace.serving.sampling import check_room, check_stream_options, sampling
 from headrace.serving.service import Generation, Service
 from headrace.serving.usage import TokenCount
 
-_FIELDS = frozenset(CompletionBody.__struct_fields__)
+_FIELDS = {name: name for name in CompletionBody.__struct_fields__}
 # A token with its text, and the log-probabilities of its place.
 _Token = tuple[int, str, Logprobs | None]
 
@@ -56,8 +56,10 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
         raise ApiError(400, f"best_of must be at least n ({n}), not {best_of}", param="best_of")
     if best_of > n and body.stream:
         raise ApiError(400, "best_of cannot be streamed: leave stream out", param="best_of")
+    fields = {**_FIELDS, "n": "best_of"} if best_of > n else _FIELDS
     params = sampling_params(
         body,
+        fields,
         n=best_of,
         max_tokens=1 if max_tokens == 0 else max_tokens,
         # What best_of ranks by.
@@ -66,6 +68,8 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params = msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
     special = body.add_special_tokens is not False
+    # Before many prompts are tokenized in vain.
+    service.check_count(len(texts_or_ids), params.n, fields)
     prompts = []
     for text_or_ids in texts_or_ids:
         if isinstance(text_or_ids, str):
@@ -73,13 +77,19 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
                 text_or_ids = await service.encode(text_or_ids, special)
             except UsageError as error:
                 raise ApiError(400, str(error), param="prompt") from error
-        check_room(len(text_or_ids), max_tokens, engine.running.max_model_len, "max_tokens")
+        check_room(
+            len(text_or_ids),
+            max_tokens,
+            engine.running.max_model_len,
+            prompt_field="prompt",
+            field="max_tokens",
+        )
         prompts.append(text_or_ids)
     shown = [
         given if isinstance(given, str) else ids
         for given, ids in zip(texts_or_ids, prompts, strict=True)
     ]
-    generation = await service.begin(prompts, params, body.priority or 0, _FIELDS)
+    generation = await service.begin(prompts, params, body.priority or 0, fields)
     answer = _Answer(service, body, n, params, shown, prompts)
     if body.stream:
         return EventStream(_events(answer, generation, include_usage), generation.close)
@@ -184,8 +194,9 @@ def _choice(
     body = answer.body
     text = completion.text
     tokens = _tokens(completion.token_ids, completion.logprobs)
+    reason, stop_reason = _finish_reason(completion.finish_reason), completion.stop_reason
     if body.max_tokens == 0:
-        text, tokens = "", []
+        text, tokens, reason, stop_reason = "", [], "length", None
     if body.echo:
         text = answer.prompt_text(number) + text
         if body.logprobs is not None:
@@ -197,8 +208,8 @@ def _choice(
         index,
         text,
         answer.logprobs_of(tokens),
-        _finish_reason(completion.finish_reason),
-        completion.stop_reason,
+        reason,
+        stop_reason,
         shown,
     )
 
@@ -270,8 +281,10 @@ def _piece(
         for delta in deltas:
             if delta.token is not None and delta.logprobs is not None:
                 tokens += _tokens([delta.token], [delta.logprobs])
+    last = deltas[-1]
+    reason, stop_reason = _finish_reason(last.finish_reason), last.stop_reason
     if body.max_tokens == 0:
-        text, tokens = "", []
+        text, tokens, reason, stop_reason = "", [], "length", None
     shown: PromptLogprobs | UnsetType = UNSET
     if not progress.begun:
         progress.begun = True
@@ -283,7 +296,4 @@ def _piece(
             shown = prompt_logprobs(of_prompt)
     logprobs = answer.logprobs_of(tokens, progress.offset)
     progress.offset += sum(len(token_text) for _, token_text, _ in tokens)
-    last = deltas[-1]
-    return CompletionChoice(
-        place, text, logprobs, _finish_reason(last.finish_reason), last.stop_reason, shown
-    )
+    return CompletionChoice(place, text, logprobs, reason, stop_reason, shown)

@@ -1,17 +1,24 @@
-"""A client's connection, which must not take for ever to say what it wants."""
+"""A client's connection, which must not take for ever to ask, or to take its answer."""
 
 import asyncio
+import http
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace.serving.errors import error_json
 
-# As much as a header may have: as in nginx, with room for long keys.
+# As much as a header may have, and a read of the socket more: as in nginx, with room for long keys.
 _MOST_HEADER_BYTES = 64 * 1024
+# Seconds for a client that was refused to read that, and to end the connection.
+LINGER_S = 2.0
+# Seconds in which a client that is sent something has to take some of it.
+_STUCK_READER_S = 300.0
 
 
 class Connection(HttpToolsProtocol):
     """uvicorn's, with a deadline and a size for the header of each request.
+
+    It ends one that takes nothing of an answer.
 
     read_timeout: seconds for a header to arrive, set on a subclass by with_timeout().
     """
@@ -20,55 +27,115 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
+        # Whether what comes next is a header's, and how much of it came.
+        self._in_header = True
         self._header_bytes = 0
-        self._deadline: asyncio.TimerHandle | None = None
-        self._expect_header()
+        self._read_bytes = 0
+        self._refused = False
+        self._stuck: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.TimerHandle | None = self.loop.call_later(
+            self.read_timeout, self._too_late
+        )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._header_arrived()
+        self._no_deadline()
+        self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         if self._deadline is None and self.cycle.response_complete:
-            self._expect_header()
-        if self._deadline is not None:
-            self._header_bytes += len(data)
+            self._deadline = self.loop.call_later(self.read_timeout, self._too_late)
+        self._read_bytes = len(data)
         super().data_received(data)
-        if self._deadline is not None and self._header_bytes > _MOST_HEADER_BYTES:
-            self._refuse(431, f"the header is larger than {_MOST_HEADER_BYTES} bytes")
+        if self._in_header:
+            self._header_bytes += len(data)
+            if self._header_bytes > _MOST_HEADER_BYTES:
+                self._refuse(431, f"the header is larger than {_MOST_HEADER_BYTES} bytes")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Nobody asks for trailers, so they are not kept.
+        if self._in_header:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._header_arrived()
+        self._no_deadline()
+        self._in_header = False
+        if self.parser.should_upgrade() and self._has_body():
+            # The parser would take the body for another request.
+            self._refuse(400, "a request with a body must not ask for an upgrade: use HTTP/1.1")
+            return
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if self._refused:
+            return
+        self._no_deadline()
+        self._in_header = True
+        # What else was read with the end of this request is not counted.
+        self._header_bytes = -self._read_bytes
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stuck = self.loop.call_later(_STUCK_READER_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
+        super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "the request is no valid HTTP")
 
-    def _expect_header(self) -> None:
-        self._header_bytes = 0
-        self._deadline = self.loop.call_later(
-            self.read_timeout,
-            self._refuse,
-            408,
-            f"no request arrived within {self.read_timeout:g} s",
+    def _unsupported_upgrade_warning(self) -> None:
+        """Clients offer HTTP/2 and the like as a matter of course, and go on without."""
+
+    def _has_body(self) -> bool:
+        return any(
+            name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+            for name, value in self.headers
         )
 
-    def _header_arrived(self) -> None:
+    def _no_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
+    def _too_late(self) -> None:
+        if self._header_bytes > 0:
+            self._refuse(408, f"no whole header arrived within {self.read_timeout:g} s")
+        else:
+            # Connections are also opened on stock.
+            self.transport.close()
+
     def _refuse(self, status: int, message: str) -> None:
         """Say what is wrong, and end the connection."""
-        self._header_arrived()
+        self._no_deadline()
+        self._refused = True
         if self.transport.is_closing():
             return
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if cycle.response_started or self.pipeline:
+                # Nothing may come into the answer to another request.
+                self.transport.close()
+                return
+            # It is this request that is wrong, in its body.
+            cycle.disconnected = True
+            cycle.message_event.set()
         body = error_json(status, message)
         self.transport.write(
-            b"HTTP/1.1 %d \r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            b"connection: close\r\n\r\n%b" % (status, len(body), body)
+            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            b"connection: close\r\n\r\n%b"
+            % (status, http.HTTPStatus(status).phrase.encode(), len(body), body)
         )
-        self.transport.close()
+        # Not closed at once: what the client still sends would make its system drop this answer.
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
 
 
 def with_timeout(read_timeout: float) -> type[Connection]:

@@ -3,6 +3,8 @@
 Source: https://platform.openai.com/docs/guides/error-codes
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -23,6 +25,10 @@ _TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
+
+
+# Characters of a message or a field's name, which may quote what the client sent.
+_LONGEST = 2000
 
 
 class ApiError(Exception):
@@ -67,6 +73,7 @@ def error_json(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> bytes:
     """An error object, encoded."""
+    message, param = _shortened(message), None if param is None else _shortened(param)
     error: dict[str, Any] = {
         "message": message,
         "type": _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error"),
@@ -76,13 +83,22 @@ def error_json(
     return msgspec.json.encode({"error": error})
 
 
-def as_api_error(error: HeadraceError, fields: frozenset[str] = frozenset()) -> ApiError:
-    """How a client is told of an error. fields: names of the request, one of which may be to
-    blame: the engine's messages begin with it then."""
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+
+
+def as_api_error(
+    error: HeadraceError, fields: Mapping[str, str] = MappingProxyType({})
+) -> ApiError:
+    """How a client is told of an error. fields: the engine's names, with what the request calls
+    them; one of them may be to blame: the engine's messages begin with it then."""
     message = " ".join(str(error).split())
     if isinstance(error, UsageError):
         first = message.split(" ", 1)[0].rstrip(":")
-        return ApiError(400, message, param=first if first in fields else None)
+        if first in fields:
+            own = fields[first]
+            return ApiError(400, own + message[len(first) :], param=own)
+        return ApiError(400, message)
     return ApiError(500, message)
 
 

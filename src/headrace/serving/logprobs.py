@@ -1,7 +1,7 @@
 """Log-probabilities in the API's two styles, and in vLLM's for prompts."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headrace.engine.outputs import Logprob, Logprobs
 from headrace.serving.responses import (
@@ -43,21 +43,29 @@ def completion_logprobs(
     return found
 
 
-def chat_logprobs(tokens: Sequence[tuple[int, Logprobs]], top: int, as_ids: bool) -> ChatLogprobs:
-    """Of tokens as (id, log-probabilities there); top: how many of the likeliest to show."""
+def chat_logprobs(
+    tokens: Sequence[tuple[int, Logprobs]],
+    top: int,
+    as_ids: bool,
+    bytes_of: Callable[[int, str], bytes],
+) -> ChatLogprobs:
+    """Of tokens as (id, log-probabilities there); top: how many of the likeliest to show, -1 for
+    all.
+
+    bytes_of: gives the bytes of a token, by its id and how it reads.
+    """
     content = []
     for token, entries in tokens:
         own = entries[token]
         text = _shown(token, own.decoded_token, as_ids)
         likeliest = [
-            TopLogprob(shown, _finite(entry), list(entry.decoded_token.encode()))
+            TopLogprob(shown, _finite(entry), list(bytes_of(other, entry.decoded_token)))
             for other, entry in _by_rank(entries)
-            if entry.rank <= top
+            if top == -1 or entry.rank <= top
             for shown in [_shown(other, entry.decoded_token, as_ids)]
         ]
-        content.append(
-            TokenLogprob(text, _finite(own), list(own.decoded_token.encode()), likeliest)
-        )
+        data = list(bytes_of(token, own.decoded_token))
+        content.append(TokenLogprob(text, _finite(own), data, likeliest))
     return ChatLogprobs(content)
 
 

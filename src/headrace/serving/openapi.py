@@ -33,7 +33,7 @@ def describe(
     elif answer is not None:
         content["application/json"] = {"schema": _schema(answer)}
     if events is not None:
-        content["text/event-stream"] = {"itemSchema": _schema(events)}
+        content["text/event-stream"] = {"itemSchema": _event(events)}
     described: dict[str, Any] = {"description": "Successful response", "content": content}
     extra: dict[str, Any] = {"responses": {"200": described}}
     error = {"application/json": {"schema": _schema(Error)}}
@@ -53,9 +53,14 @@ def openapi(app: FastAPI, types: list[Any]) -> dict[str, Any]:
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
     _, schemas = msgspec.json.schema_components([*types, Error], ref_template=_REF)
+    for kind in types:
+        # Fields that only have the values which ask for nothing.
+        for name, allowed in getattr(kind, "UNSUPPORTED", {}).items():
+            schemas[kind.__name__]["properties"][name] = {"enum": list(allowed), "default": None}
     for path in document["paths"].values():
         for operation in path.values():
-            # FastAPI's own word for what it believes that a route gives.
+            # FastAPI's own words for what it believes that a route gives, and that it checks.
+            operation["responses"].pop("422", None)
             operation["responses"]["200"]["content"] = {
                 kind: media
                 for kind, media in operation["responses"]["200"]["content"].items()
@@ -63,6 +68,13 @@ def openapi(app: FastAPI, types: list[Any]) -> dict[str, Any]:
             }
     document.setdefault("components", {})["schemas"] = schemas
     return document
+
+
+def _event(kind: Any) -> dict[str, Any]:
+    """An event as OpenAPI 3.2 sees one: an object, the data of which is a text with JSON in it."""
+    json = {"contentMediaType": "application/json", "contentSchema": _schema(kind)}
+    data = {"anyOf": [{"const": "[DONE]"}, {"type": "string", **json}]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _schema(kind: Any) -> dict[str, Any]:

@@ -18,6 +18,17 @@ _YES: tuple[Any, ...] = (None, True)
 
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
+# SamplingParams checks these, and says what is wrong more clearly: here they are for the document.
+_Penalty = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": -2, "maximum": 2})]
+_Temperature = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": 2})]
+_TopP = Annotated[float, msgspec.Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})]
+_MinP = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
+_Factor = Annotated[float, msgspec.Meta(extra_json_schema={"exclusiveMinimum": 0})]
+_Bias = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": -100, "maximum": 100})]
+_TokenId = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0})]
+_OrMinusOne = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": -1})]
+# Every token that anybody is sent is searched for these, and every step holds the others back.
+_Texts = Annotated[list[str], msgspec.Meta(max_length=1024)]
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -58,27 +69,27 @@ class Generation(Body, kw_only=True):
         "kv_transfer_params": _NOTHING,
     }
 
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    logit_bias: dict[int, _Bias] | None = None
     n: _Positive | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
+    seed: _OrMinusOne | None = None
+    stop: str | _Texts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: _Temperature | None = None
+    top_p: _TopP | None = None
     user: str | None = None
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    top_k: _OrMinusOne | None = None
+    min_p: _MinP | None = None
+    repetition_penalty: _Factor | None = None
     min_tokens: _Count | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    stop_token_ids: list[_TokenId] | None = None
+    bad_words: _Texts | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: _OrMinusOne | None = None
     priority: int | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
@@ -107,10 +118,10 @@ class CompletionBody(Generation, kw_only=True):
         "response_format": (None, {"type": "text"}),
     }
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | list[str | _TokenId | list[_TokenId]]
     best_of: _Positive | None = None
     echo: bool | None = None
-    logprobs: _Count | None = None
+    logprobs: _OrMinusOne | None = None
     max_tokens: _Count | None = 16
 
     suffix: str | None = None
@@ -221,11 +232,14 @@ class ChatBody(Generation, kw_only=True):
         "continue_final_message": _NO,
         "chat_template": _NOTHING,
         "documents": _NO_LIST,
+        "moderation": _NOTHING,
+        "prompt_cache_options": _NOTHING,
+        "prompt_cache_retention": (None, "in_memory"),
     }
 
     messages: Messages
     logprobs: bool | None = None
-    top_logprobs: _Count | None = None
+    top_logprobs: _OrMinusOne | None = None
     max_tokens: _Positive | None = None
     max_completion_tokens: _Positive | None = None
     safety_identifier: str | None = None
@@ -252,6 +266,9 @@ class ChatBody(Generation, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     documents: Any = None
+    moderation: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: str | None = None
 
 
 class TokenizeBody(Body, kw_only=True):
@@ -271,4 +288,4 @@ class TokenizeBody(Body, kw_only=True):
 class DetokenizeBody(Body, kw_only=True):
     """POST /detokenize: the text of tokens, special ones included."""
 
-    tokens: list[int]
+    tokens: list[_TokenId]

@@ -70,7 +70,7 @@ class Completion(msgspec.Struct):
 
 
 class TopLogprob(msgspec.Struct):
-    """One of the likeliest tokens; bytes: its text in UTF-8."""
+    """One of the likeliest tokens; bytes: its text in UTF-8, maybe part of a character."""
 
     token: str
     logprob: float

@@ -1,5 +1,6 @@
 """From a request's fields to what the engine is asked for."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from headrace.errors import UsageError
@@ -16,11 +17,17 @@ _SHARED = (
 
 
 def sampling_params(
-    body: Generation, *, n: int, max_tokens: int | None, logprobs: int | None
+    body: Generation,
+    fields_of: Mapping[str, str],
+    *,
+    n: int,
+    max_tokens: int | None,
+    logprobs: int | None,
 ) -> SamplingParams:
     """What the request asks for; fields that are null take SamplingParams' defaults.
 
-    Raises ApiError naming the field for a value out of range.
+    fields_of: SamplingParams' names, with what the request calls them. Raises ApiError naming the
+    field for a value out of range.
     """
     fields: dict[str, Any] = {
         name: value for name in _SHARED if (value := getattr(body, name)) is not None
@@ -30,7 +37,7 @@ def sampling_params(
     try:
         return SamplingParams(n=n, max_tokens=max_tokens, logprobs=logprobs, **fields)
     except UsageError as error:
-        raise as_api_error(error, frozenset(body.__struct_fields__)) from error
+        raise as_api_error(error, fields_of) from error
 
 
 def check_stream_options(body: Generation) -> bool:
@@ -52,17 +59,22 @@ def check_stream_options(body: Generation) -> bool:
     return bool(options.include_usage)
 
 
-def check_room(prompt_tokens: int, max_tokens: int | None, limit: int, field: str) -> None:
-    """Raises ApiError if prompt and answer exceed the positions that a sequence may have.
+def check_room(
+    prompt_tokens: int, max_tokens: int | None, limit: int, *, prompt_field: str, field: str
+) -> None:
+    """Raises ApiError for an empty prompt, and if prompt and answer exceed the positions that a
+    sequence may have.
 
-    field: what the request calls max_tokens.
+    prompt_field, field: the request's fields with the prompt and with max_tokens.
     """
+    if not prompt_tokens:
+        raise ApiError(400, f"{prompt_field}: there is no token in it", param=prompt_field)
     if prompt_tokens >= limit or prompt_tokens + (max_tokens or 0) > limit:
         asked = "" if max_tokens is None else f" and {max_tokens} for the answer ({field})"
         raise ApiError(
             400,
             f"a sequence may have {limit} tokens (--max-model-len), but the prompt has "
             f"{prompt_tokens}{asked or ', which leaves no room for an answer'}",
-            param=field if max_tokens is not None and prompt_tokens < limit else None,
+            param=field if prompt_tokens < limit else prompt_field,
             code="context_length_exceeded",
         )

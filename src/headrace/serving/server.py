@@ -49,6 +49,8 @@ def listen(settings: ServerSettings) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        # At once, not only when answers are given: two servers may bind, but only one may listen.
+        listener.listen()
     except OSError as error:
         raise StartError(
             f"cannot listen on {settings.host}:{settings.port} ({error.strerror or error}): "
@@ -67,17 +69,19 @@ def url_of(settings: ServerSettings, listener: socket.socket) -> str:
 def run_server(
     settings: ServerSettings,
     listener: socket.socket,
+    on_listening: Callable[[], None],
     load: Callable[[Callable[[], None]], AsyncLLM],
     on_ready: Callable[[AsyncLLM], None],
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain. A second signal ends what still runs.
 
-    load: gives the engine, in a thread; it is given what to call while it loads, which raises if
-    the server is to end. on_ready: called once requests are answered. Raises what load raises, and
-    the engine's error if it breaks.
+    on_listening: called once nothing is wrong with the settings. load: gives the engine, in a
+    thread; it is given what to call while it loads, which raises if the server is to end. on_ready:
+    called once requests are answered. Raises what load raises, and the engine's error if it breaks.
     """
     service = Service(settings)
     server = _Uvicorn(_uvicorn_config(service))
+    on_listening()
     uvloop.run(_run(service, server, listener, load, on_ready))
 
 
@@ -92,16 +96,15 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_LAST_WORDS_S,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
     )
     try:
         config.load()
     except (OSError, ssl.SSLError) as error:
+        key = f" with --ssl-keyfile {settings.ssl_keyfile}" if settings.ssl_keyfile else ""
         raise UsageError(
-            f"--ssl-certfile {settings.ssl_certfile} or its key cannot be used: "
-            f"{error.strerror or error}"
+            f"--ssl-certfile {settings.ssl_certfile}{key} cannot be used: {error.strerror or error}"
         ) from error
     return config
 
@@ -115,14 +118,20 @@ async def _run(
 ) -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
 
-    def on_signal() -> None:
+    def end() -> None:
         if stop.is_set():
             hurry.set()
         stop.set()
 
     loop = asyncio.get_running_loop()
+
+    def on_signal(number: int, frame: object) -> None:
+        # Not the loop's own handlers, which end with it: a signal after that would kill.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(end)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+        signal.signal(number, on_signal)
     answering = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         engine = await _load(load, stop)
@@ -141,7 +150,9 @@ async def _run(
             await asyncio.to_thread(engine.close)
     finally:
         server.should_exit = True
+        last_words = loop.call_later(_LAST_WORDS_S, _cut_connections, server)
         await answering
+        last_words.cancel()
 
 
 async def _load(
@@ -161,6 +172,12 @@ async def _load(
         await asyncio.to_thread(engine.close)
         return None
     return engine
+
+
+def _cut_connections(server: uvicorn.Server) -> None:
+    """End those of clients that do not read, or still send: uvicorn would wait for them."""
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()
 
 
 async def _serve(service: Service, engine: AsyncLLM, stop: asyncio.Event) -> None:

@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from headrace.async_llm import AsyncLLM
+from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.outputs import OutputDelta
 from headrace.engine_thread import Submission
 from headrace.errors import HeadraceError
@@ -15,10 +16,6 @@ from headrace.serving.settings import ServerSettings
 
 # Texts longer than this are tokenized beside the event loop: the others go on meanwhile.
 _LONG_TEXT = 20_000
-
-
-class RequestTimeout(HeadraceError):
-    """A request took longer than --request-timeout."""
 
 
 class Service:
@@ -40,6 +37,7 @@ class Service:
     def attach(self, engine: AsyncLLM) -> None:
         """The engine has loaded: requests are let in."""
         self.engine = engine
+        self._detokenizer = Detokenizer(engine.running.tokenizer.core)
         self.metrics.attach(engine.running)
 
     def ready(self) -> AsyncLLM:
@@ -63,11 +61,25 @@ class Service:
                 code="model_not_found",
             )
 
+    def check_count(self, prompts: int, n: int, fields: Mapping[str, str]) -> None:
+        """Raises ApiError for more completions in one request than may ever run and wait."""
+        queue, slots = self.settings.max_queued_requests, self.ready().config.sequences
+        if prompts * n > slots + queue:
+            field = fields["n"] if n > 1 else "prompt"
+            raise ApiError(
+                400,
+                f"{field} asks for {prompts * n} completions in all, more than the {slots} that "
+                f"may run and the {queue} that may wait (--max-queued-requests)",
+                param=field,
+            )
+
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Raises UsageError if it is no valid Unicode."""
         encode = self.ready().running.tokenizer.encode
         if len(text) > _LONG_TEXT:
             return await asyncio.to_thread(encode, text, add_special_tokens)
+        # Others have their turn between the prompts of one request.
+        await asyncio.sleep(0)
         return encode(text, add_special_tokens)
 
     def token_text(self, token: int) -> str:
@@ -75,27 +87,26 @@ class Service:
         core = self.ready().running.tokenizer.core
         return str(core.decode([token], skip_special_tokens=False))
 
+    def token_bytes(self, token: int, text: str) -> bytes:
+        """UTF-8 of how a token reads; where that is part of a character, just that part."""
+        part = self._detokenizer.bytes_of(token) if "\ufffd" in text else None
+        return text.encode() if part is None else part
+
     async def begin(
         self,
         prompts: list[list[int]],
         params: SamplingParams,
         priority: int,
-        fields: frozenset[str],
+        fields: Mapping[str, str],
     ) -> "Generation":
         """Have the engine take prompts on; close() what this gives, whatever happens.
 
-        fields: names of the request's fields, one of which errors may name. Raises ApiError.
+        fields: SamplingParams' names, with what the request calls them. Raises ApiError.
         """
         engine = self.ready()
+        self.check_count(len(prompts), params.n, fields)
         count = params.n * len(prompts)
-        queue, slots = self.settings.max_queued_requests, engine.config.sequences
-        if count > slots + queue:
-            raise ApiError(
-                400,
-                f"the request asks for {count} completions, more than the {slots} that may run "
-                f"and the {queue} that may wait (--max-queued-requests)",
-            )
-        if self._open + count > slots + queue:
+        if self._open + count > engine.config.sequences + self.settings.max_queued_requests:
             raise ApiError(
                 429, f"{self._open} completions run or wait already: try again later",
                 code="queue_full",
@@ -133,6 +144,7 @@ class Generation:
             for request in submission.requests
         ]
         self._open = True
+        self._timeout: ApiError | None = None
         limit = service.settings.request_timeout
         self._timer = None
         if limit is not None:
@@ -143,10 +155,10 @@ class Generation:
             async for number, deltas in self._submission:
                 self._watches[number].take(deltas)
                 if any(delta.finish_reason == "abort" for delta in deltas):
-                    raise ApiError(503, "the server is shutting down: the answer was cut")
+                    raise self._timeout or ApiError(
+                        503, "the server is shutting down: the answer was cut"
+                    )
                 yield number, deltas
-        except RequestTimeout as error:
-            raise ApiError(408, str(error)) from error
         except HeadraceError as error:
             raise as_api_error(error) from error
 
@@ -162,7 +174,7 @@ class Generation:
             self._service.ended(self)
 
     def _expire(self, limit: float) -> None:
-        self._submission.abort()
-        self._submission.fail(
-            RequestTimeout(f"the answer was not complete within {limit:g} s (--request-timeout)")
+        self._timeout = ApiError(
+            408, f"the answer was not complete within {limit:g} s (--request-timeout)"
         )
+        self._submission.abort()

@@ -52,8 +52,12 @@ class ServerSettings:
                 raise UsageError(f"{flag} must be above 0 and at most 86400, not {value}")
         if not 0 <= self.drain_timeout <= 86_400:
             raise UsageError(f"--drain-timeout must be from 0 to 86400, not {self.drain_timeout}")
-        if any(not key.strip() or not key.isprintable() for key in self.api_keys):
-            raise UsageError("--api-key must be a text that is not empty")
+        # As headers bring it: nothing else could ever be equal to what a client sends.
+        if any(not key or key != key.strip() or not key.isprintable() for key in self.api_keys):
+            raise UsageError(
+                "an API key (--api-key, HEADRACE_API_KEY) must be printable, must not be empty and "
+                "must not begin or end with a space"
+            )
         if any(not name.strip() for name in self.served_model_names):
             raise UsageError("--served-model-name must not be empty")
         if (self.ssl_keyfile is not None) and self.ssl_certfile is None:

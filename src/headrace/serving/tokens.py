@@ -1,5 +1,7 @@
 """/tokenize and /detokenize."""
 
+import asyncio
+
 from headrace.errors import UsageError
 from headrace.serving.chat import encode_messages
 from headrace.serving.errors import ApiError
@@ -38,7 +40,7 @@ async def tokenize(service: Service, body: TokenizeBody) -> Tokenized:
     return Tokenized(len(tokens), engine.running.max_model_len, tokens, strings)
 
 
-def detokenize(service: Service, body: DetokenizeBody) -> Detokenized:
+async def detokenize(service: Service, body: DetokenizeBody) -> Detokenized:
     """The text of tokens, special ones included. Raises ApiError."""
     core = service.ready().running.tokenizer.core
     service.check_model(body.model)
@@ -48,4 +50,6 @@ def detokenize(service: Service, body: DetokenizeBody) -> Detokenized:
             raise ApiError(
                 400, f"tokens: {token} is not in the vocabulary (0 to {size - 1})", param="tokens"
             )
-    return Detokenized(str(core.decode(body.tokens, skip_special_tokens=False)))
+    # As a batch, since decode() would stop all other threads meanwhile.
+    texts = await asyncio.to_thread(core.decode_batch, [body.tokens], skip_special_tokens=False)
+    return Detokenized(str(texts[0]))
