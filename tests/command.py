@@ -11,7 +11,29 @@ from dataclasses import dataclass, field
 
 import psutil
 
-_MARK = "HEADRACE_TEST_MARK"
+
+@dataclass(frozen=True)
+class Mark:
+    """An environment variable that processes inherit, by which they are found."""
+
+    name: str = "HEADRACE_TEST_MARK"
+    value: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def variable(self) -> tuple[str, str]:
+        return self.name, self.value
+
+    def processes(self) -> list[int]:
+        """Living processes that were started with this mark."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                marked = process.environ().get(self.name) == self.value
+                if marked and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
+            except psutil.Error:
+                continue
+        return sorted(found)
 
 
 @dataclass
@@ -21,7 +43,7 @@ class Command:
     arguments: list[str]
     stdin: bytes = b""
     environment: dict[str, str] = field(default_factory=dict)
-    mark: str = field(default_factory=lambda: uuid.uuid4().hex, init=False)
+    mark: Mark = field(default_factory=Mark, init=False)
     process: subprocess.Popen[bytes] = field(init=False)
     started: float = field(default_factory=time.monotonic, init=False)
 
@@ -31,7 +53,7 @@ class Command:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, **self.environment, _MARK: self.mark},
+            env={**os.environ, **self.environment, self.mark.name: self.mark.value},
         )
 
     def finish(self, timeout_s: float = 100.0) -> "Finished":
@@ -55,15 +77,7 @@ class Command:
 
     def processes(self) -> list[int]:
         """Living processes with this command's mark, its own first."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                marked = process.environ().get(_MARK) == self.mark
-                if marked and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process.pid)
-            except psutil.Error:
-                continue
-        return sorted(found, key=lambda pid: (pid != self.process.pid, pid))
+        return sorted(self.mark.processes(), key=lambda pid: (pid != self.process.pid, pid))
 
     def stages(self) -> list[int]:
         """Process ids of the stages, first stage first."""

@@ -137,9 +137,9 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
         Client(url)
 
 
-def test_the_key_is_ours_before_openais(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_ours_and_never_openais(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADRACE_API_KEY", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", "theirs")
-    assert environment_api_key() == "theirs"
+    assert environment_api_key() is None
     monkeypatch.setenv("HEADRACE_API_KEY", "ours")
     assert environment_api_key() == "ours"

@@ -95,8 +95,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     model = MODEL or str(
         write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", max_positions=256)
     )
+    # One thread: with one row at a time there is nothing to share, and two would only wait for each
+    # other. Those who run together have as many as there are cores, and still give the same.
     with LLM(
-        model, dtype="float32", max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False
+        model,
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        enable_prefix_caching=False,
+        cpu_threads=None if MODEL else 1,
     ) as llm:
         requests = mixed_requests(llm.running.model_config.vocab_size)
         outputs = [llm.generate([r.prompt], r.params)[0] for r in requests]

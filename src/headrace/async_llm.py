@@ -21,7 +21,8 @@ from headrace.protocol.sampling_params import SamplingParams
 class AsyncLLM:
     """A model on its stages, driven by a thread of its own.
 
-    Takes EngineConfig's settings as keyword arguments; loading blocks the caller. Close it, or use
+    Takes EngineConfig's settings as keyword arguments; loading blocks the caller, and calls check
+    once a second or more often, which may raise to give up. Close it, or use
     it as a context manager (`with` or `async with`); a forgotten one is closed when Python exits.
     """
 
@@ -30,10 +31,11 @@ class AsyncLLM:
         model: str,
         *,
         on_progress: Callable[[Loading], None] = lambda _: None,
+        check: Callable[[], None] = lambda: None,
         **settings: Any,
     ) -> None:
         self.config = EngineConfig.of("AsyncLLM", model, settings)
-        self.running: RunningEngine = launch(self.config, on_progress)
+        self.running: RunningEngine = launch(self.config, on_progress, check)
         self._thread = EngineThread(self.running)
         self._named: dict[str, Submission] = {}
         self._numbers = itertools.count()

@@ -148,8 +148,9 @@ class EventReader:
 
 
 def environment_api_key() -> str | None:
-    """The key that the environment has for the server: HEADRACE_API_KEY, else OPENAI_API_KEY."""
-    return os.environ.get("HEADRACE_API_KEY") or os.environ.get("OPENAI_API_KEY") or None
+    """The key that the environment has for the server, HEADRACE_API_KEY. Not OPENAI_API_KEY: that
+    is for OpenAI, and must not go to whatever address is given."""
+    return os.environ.get("HEADRACE_API_KEY") or None
 
 
 class _Model(msgspec.Struct):
@@ -186,7 +187,7 @@ async def _refusal(url: str, answer: "aiohttp.ClientResponse") -> ServerError:
     message = _error_message(body) or body.decode(errors="replace") or answer.reason or "no reason"
     message = " ".join(message.split())[:_MOST_SHOWN]
     if answer.status == 401:
-        message += " (the key is taken from HEADRACE_API_KEY or OPENAI_API_KEY)"
+        message += " (the key is taken from HEADRACE_API_KEY)"
     return ServerError(f"{url} answered {answer.status}: {message}", answer.status)
 
 

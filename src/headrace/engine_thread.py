@@ -1,6 +1,7 @@
 """The engine in a thread of its own, and what asyncio programs have it run."""
 
 import asyncio
+import logging
 import queue
 import threading
 from collections import deque
@@ -12,6 +13,8 @@ from headrace.engine.outputs import OutputDelta
 from headrace.errors import HeadraceError, PipelineError, UsageError
 from headrace.launcher import RunningEngine
 from headrace.protocol.sampling_params import SamplingParams
+
+_log = logging.getLogger(__name__)
 
 # How often an idle engine sees whether its stages are alive.
 _IDLE_LOOK_S = 0.5
@@ -207,6 +210,8 @@ class EngineThread:
                 self._requests[request.engine_id] = request
             _post(submission.loop, submission.accept)
         except Exception as error:
+            if not isinstance(error, HeadraceError):
+                _log.exception("internal error while a request was taken on")
             reason = error if isinstance(error, HeadraceError) else _internal(error)
             self._forget(submission)
             _post(submission.loop, submission.fail, reason)

@@ -67,10 +67,13 @@ class RunningEngine:
 
 
 def launch(
-    config: EngineConfig, on_progress: Callable[[Loading], None] = lambda _: None
+    config: EngineConfig,
+    on_progress: Callable[[Loading], None] = lambda _: None,
+    check: Callable[[], None] = lambda: None,
 ) -> RunningEngine:
     """Read the model's files, start the stages and wait until they are ready.
 
+    check: called once a second or more often meanwhile; what it raises ends the start.
     Raises UsageError, ModelError, StartError or PipelineError; no process is left behind then.
     """
     started = time.monotonic()
@@ -117,7 +120,7 @@ def launch(
         # Meanwhile the stages load.
         tokenizer = load_tokenizer()
         _check_vocabulary(files, tokenizer, model_config)
-        loaded = stages.wait_loaded(on_progress)
+        loaded = stages.wait_loaded(on_progress, check)
         for note in sorted({stage.note for stage in loaded if stage.note}):
             _log.warning(note)
         num_blocks = choose_num_blocks(
@@ -128,7 +131,7 @@ def launch(
             config.kv_cache_bytes,
             config.gpu_memory_utilization,
         )
-        stages.allocate_cache(num_blocks, on_progress)
+        stages.allocate_cache(num_blocks, on_progress, check)
     except BaseException:
         stages.close(drain=False)
         raise

@@ -2,13 +2,16 @@
 
 import json
 import os
+import signal
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from command import run
+import headrace.cli
+from command import Finished, Mark, run
 from headrace.checkpoint.locate import locate_model
 from tiny_checkpoints import write_tiny_gguf, write_tiny_llama
 
@@ -228,15 +231,50 @@ WRONG_USAGE = [
 ]
 
 
+# One of each kind as a process, of those that fail: at once, when files are read, in a stage, and
+# when stages are up. The others differ in what is wrong and not in how the command ends.
+AS_PROCESS = [
+    missing_path,
+    truncated_gguf,
+    tensors_of_another_model,
+    unknown_flag,
+    prompt_of_broken_text,
+]
+
+
+@pytest.fixture
+def run_here(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Finished]]:
+    """`command.run` without a process of the command's own, though with its stages."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    mark = Mark()
+    monkeypatch.setenv(*mark.variable)
+
+    def run_here(*arguments: str) -> Finished:
+        capfd.readouterr()
+        began = time.monotonic()
+        code = headrace.cli.run([*arguments])
+        out, err = capfd.readouterr()
+        return Finished(code, out, err, time.monotonic() - began, mark.processes())
+
+    yield run_here
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(
     ("case", "code"),
     [(case, 1) for case in FAILURES] + [(case, 2) for case in WRONG_USAGE],
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )
-def test_a_mistake_ends_in_one_clear_line(tmp_path: Path, case: Case, code: int) -> None:
+def test_a_mistake_ends_in_one_clear_line(
+    tmp_path: Path, run_here: Callable[..., Finished], case: Case, code: int
+) -> None:
     arguments, expected = case(tmp_path)
     prompt = [] if any(a.startswith("--prompt") for a in arguments) else ["--prompt", "hi"]
-    finished = run("generate", "--json", *arguments, *prompt)
+    start = run if case in AS_PROCESS else run_here
+    finished = start("generate", "--json", *arguments, *prompt)
     assert finished.code == code, finished.err
     assert finished.out == ""
     assert len(finished.err.splitlines()) == 1, finished.err
@@ -261,9 +299,9 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert finished.left == []
 
 
-def test_debug_shows_where_it_happened(tmp_path: Path) -> None:
+def test_debug_shows_where_it_happened(tmp_path: Path, run_here: Callable[..., Finished]) -> None:
     arguments, expected = truncated_safetensors(tmp_path)
-    finished = run("generate", "--json", *arguments, "--prompt", "hi", "--debug")
+    finished = run_here("generate", "--json", *arguments, "--prompt", "hi", "--debug")
     assert "Traceback" in finished.err
     assert "open_tensors" in finished.err, "the stage's own traceback"
     assert expected in finished.err.splitlines()[-1]

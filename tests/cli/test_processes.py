@@ -4,21 +4,28 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from command import Command, wait_until
+from command import Command, Finished, wait_until
 
-LONG = [
-    "generate", "--model", "smollm2", "--prompt", "Tell me a long story.", "--temperature", "0",
-    "--ignore-eos", "--max-tokens", "4000", "--max-model-len", "8192",
+LONG = ["generate", "--temperature", "0", "--ignore-eos"]
+SMOLLM2 = [
+    "--model", "smollm2", "--prompt", "Tell me a long story.", "--max-tokens", "4000",
+    "--max-model-len", "8192",
 ]  # fmt: skip
+# Where it does not matter what the stages compute: they load nothing.
+SLEEPING = ["--model", "synthetic:20+1", "--prompt", "w1", "--max-tokens", "2000"]
 
 
-def start(stages: int, folder: Path) -> Command:
-    return Command([*LONG, "-pp", str(stages)], environment={"TMPDIR": str(folder)})
+def start(stages: int, folder: Path, model: list[str] = SMOLLM2) -> Command:
+    arguments = [*LONG, *model, "-pp", str(stages)]
+    return Command(arguments, environment={"TMPDIR": str(folder)})
 
 
 def wait_for_text(command: Command) -> None:
@@ -67,22 +74,70 @@ def test_a_second_signal_neither_hangs_nor_leaves_anything(
         assert os.listdir(folder) == []
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@dataclass(frozen=True)
+class Killed:
+    """A command of three stages one of which was killed while all were at work.
+
+    listening: addresses before that. seconds: until the command's own process ended.
+    """
+
+    listening: set[str]
+    seconds: float
+    finished: Finished
+    files_left: list[str]
+
+
+VICTIMS = [0, 1]
+
+
+@pytest.fixture(scope="module")
+def killed() -> Iterator[list[Killed]]:
+    """By the stage that was killed: the commands start at the same time."""
+    with ExitStack() as stack:
+        folders = [
+            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hr-"))) for _ in VICTIMS
+        ]
+        commands = [stack.enter_context(start(3, folder, SLEEPING)) for folder in folders]
+        for command in commands:
+            wait_for_text(command)
+        yield [
+            kill(command, victim, folder)
+            for victim, command, folder in zip(VICTIMS, commands, folders, strict=True)
+        ]
+
+
+def kill(command: Command, victim: int, folder: Path) -> Killed:
+    listening = {
+        connection.laddr.ip
+        for pid in command.processes()
+        for connection in psutil.Process(pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    os.kill(command.stages()[victim], signal.SIGKILL)
+    seconds = wait_until(lambda: command.process.poll() is not None)
+    return Killed(listening, seconds, command.finish(), os.listdir(folder))
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
 def test_a_killed_stage_ends_the_command_with_an_error_that_names_it(
-    short_tmp: "tempfile.TemporaryDirectory[str]", victim: int
+    killed: list[Killed], victim: int
 ) -> None:
-    with short_tmp as folder, start(3, Path(folder)) as command:
-        wait_for_text(command)
-        os.kill(command.stages()[victim], signal.SIGKILL)
-        assert wait_until(lambda: command.process.poll() is not None) < 10
-        finished = command.finish()
-        assert finished.code == 1
-        last = finished.err.splitlines()[-1]
-        assert last.startswith(f"headrace: stage {victim} (layers ")
-        assert "was killed by signal 9" in last
-        assert "Traceback" not in finished.err
-        assert finished.left == []
-        assert os.listdir(folder) == []
+    assert killed[victim].seconds < 10
+    finished = killed[victim].finished
+    assert finished.code == 1
+    last = finished.err.splitlines()[-1]
+    assert last.startswith(f"headrace: stage {victim} (layers ")
+    assert "was killed by signal 9" in last
+    assert "Traceback" not in finished.err
+    assert finished.left == []
+    assert killed[victim].files_left == []
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_nothing_listens_beyond_loopback(killed: list[Killed], victim: int) -> None:
+    addresses = killed[victim].listening
+    assert addresses, "gloo listens for its peers"
+    assert addresses <= {"127.0.0.1", "::1"}
 
 
 def test_stages_end_when_the_engine_is_killed(
@@ -95,25 +150,10 @@ def test_stages_end_when_the_engine_is_killed(
         command.finish()
 
 
-def test_nothing_listens_beyond_loopback(short_tmp: "tempfile.TemporaryDirectory[str]") -> None:
-    with short_tmp as folder, start(3, Path(folder)) as command:
-        wait_for_text(command)
-        addresses = {
-            connection.laddr.ip
-            for pid in command.processes()
-            for connection in psutil.Process(pid).net_connections("inet")
-            if connection.status == psutil.CONN_LISTEN
-        }
-        command.process.send_signal(signal.SIGINT)
-        command.finish()
-        assert addresses, "gloo listens for its peers"
-        assert addresses <= {"127.0.0.1", "::1"}
-
-
 def test_a_reader_that_goes_away_ends_the_command_quietly(
     short_tmp: "tempfile.TemporaryDirectory[str]",
 ) -> None:
-    with short_tmp as folder, start(2, Path(folder)) as command:
+    with short_tmp as folder, start(2, Path(folder), SLEEPING) as command:
         wait_for_text(command)
         assert command.process.stdout is not None
         command.process.stdout.close()

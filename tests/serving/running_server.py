@@ -11,12 +11,14 @@ from command import Command
 
 @dataclass
 class Server:
-    """A server that is up. lines: what it has printed on standard output, log: on the other."""
+    """A server that is up. lines: what it has printed on standard output, log: on the other, which
+    reader reads until its end."""
 
     command: Command
     url: str
     lines: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
+    reader: threading.Thread = field(init=False)
 
 
 @contextmanager
@@ -30,10 +32,10 @@ def running_server(*arguments: str, ready: bool = True, **environment: str) -> I
         server = Server(command, "")
         assert command.process.stdout is not None
         # Read all the while, or a full pipe would stop the server.
-        logs = threading.Thread(
+        server.reader = threading.Thread(
             target=lambda: server.log.extend(line.decode() for line in command.process.stderr or ())
         )
-        logs.start()
+        server.reader.start()
         for line in command.process.stdout:
             server.lines.append(line.decode().rstrip())
             if " listens on " in server.lines[-1]:
@@ -43,13 +45,13 @@ def running_server(*arguments: str, ready: bool = True, **environment: str) -> I
             if server.lines[-1].startswith("ready "):
                 break
         else:
-            logs.join()
+            server.reader.join()
             raise AssertionError(f"the server did not start: {''.join(server.log)}")
         try:
             yield server
         finally:
             _end(command)
-            logs.join()
+            server.reader.join()
 
 
 def _end(command: Command) -> None:

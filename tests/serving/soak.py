@@ -32,7 +32,7 @@ from headrace.errors import ServerError
 # All of them must be 0 once nobody asks for anything.
 IDLE_METRICS = ("num_requests_running", "num_requests_waiting", "slots_used", "kv_blocks_used")
 # Small, so that all of it has been in use, and is in the memory figures, once warm.
-KV_CACHE = "128MiB"
+KV_CACHE = "256MiB"
 _START_TIMEOUT_S = 120.0
 _IDLE_TIMEOUT_S = 30.0
 _NUM_CASES = 40
@@ -270,22 +270,10 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
     """Where the server listens, as it says itself once it is ready."""
     deadline = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
-        if found := re.search(r"http://[0-9.]+:[0-9]+", log.read_text(errors="replace")):
-            return asyncio.run(_ready(found[0], deadline))
+        if found := re.search(r"^ready after .*(http://\S+)/v1", log.read_text(), re.MULTILINE):
+            return found[1]
         time.sleep(0.05)
-    raise TimeoutError(f"the server did not come up, its exit code is {process.poll()}")
-
-
-async def _ready(url: str, deadline: float) -> str:
-    async with Client(url) as client:
-        while True:
-            try:
-                await client.get("/health")
-                return url
-            except ServerError:
-                if time.monotonic() > deadline:
-                    raise
-            await asyncio.sleep(0.05)
+    raise TimeoutError(f"the server is not ready; its exit code is {process.poll()}")
 
 
 def _offline(model: str, num_stages: int, cases: list[Case]) -> list[Answer]:

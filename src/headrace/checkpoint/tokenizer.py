@@ -1,5 +1,6 @@
 """Text to tokens and back, and chats to prompts, for either kind of model files."""
 
+import inspect
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ _RESERVED = frozenset(
     }
 )  # fmt: skip
 
+# Characters of a text that takes some milliseconds.
+_LONG_TEXT = 2000
+
 
 class RenderChat(Protocol):
     """Turns messages into the prompt text of the next answer.
@@ -50,19 +54,28 @@ class RenderChat(Protocol):
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A model's tokenizer. template: renders chats; raises UsageError where it refuses them."""
+    """A model's tokenizer. template: renders chats; raises UsageError where it refuses them.
+    template_text: its source, if there is one."""
 
     core: tokenizers.Tokenizer
     template: RenderChat
+    template_text: str = ""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a plain prompt, with the model's own start token if it has one.
 
         Raises UsageError if the text is not valid Unicode.
         """
-        # As a batch, since encode() would stop all other threads meanwhile.
+        if len(text) < _LONG_TEXT:
+            return list(self.core.encode(_checked(text), add_special_tokens=add_special_tokens).ids)
+        # As a batch, since encode() stops all other threads meanwhile.
         batch = self.core.encode_batch_fast([_checked(text)], add_special_tokens=add_special_tokens)
         return list(batch[0].ids)
+
+    @property
+    def knows_tool_calls(self) -> bool:
+        """Whether the chat template shows an answer's calls of tools, or would leave them out."""
+        return "tool_calls" in self.template_text
 
     def encode_chat(self, messages: list[Message]) -> list[int]:
         """Token ids of a chat; the template brings its own special tokens.
@@ -129,6 +142,10 @@ def tokenizer_from_huggingface(path: Path) -> Tokenizer:
     ) -> str:
         if not loaded.chat_template:
             _no_template()
+        # Whatever else is an argument there would not reach the template.
+        arguments = inspect.signature(loaded.apply_chat_template).parameters
+        if taken := sorted(options.keys() & arguments.keys()):
+            raise UsageError(f"chat_template_kwargs must not have {taken[0]}: it is set otherwise")
         try:
             text = loaded.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
@@ -137,7 +154,7 @@ def tokenizer_from_huggingface(path: Path) -> Tokenizer:
             raise UsageError(f"the chat template refuses the messages: {error}") from error
         return str(text)
 
-    return Tokenizer(core, render)
+    return Tokenizer(core, render, str(loaded.chat_template or ""))
 
 
 def tokenizer_of_gguf(file: GgufFile) -> Tokenizer:
@@ -168,7 +185,7 @@ def tokenizer_of_gguf(file: GgufFile) -> Tokenizer:
             # Templates are little programs: whatever goes wrong inside is theirs.
             raise UsageError(f"the chat template refuses the messages: {error}") from error
 
-    return Tokenizer(core, render)
+    return Tokenizer(core, render, template if isinstance(template, str) else "")
 
 
 @lru_cache(maxsize=8)

@@ -73,7 +73,7 @@ def serve(
 ) -> int:
     """Throughput and latency of a running server, as clients see them.
 
-    The key is taken from HEADRACE_API_KEY or OPENAI_API_KEY. Exit code 1 if a request failed.
+    The key is taken from HEADRACE_API_KEY. Exit code 1 if a request failed.
     """
     check_type("--backend", backend, Literal["openai", "openai-chat"])
     options.check_range("--port", port, 1, 65535)

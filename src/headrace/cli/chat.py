@@ -31,7 +31,7 @@ def chat(
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(help="The server's key; default: HEADRACE_API_KEY, OPENAI_API_KEY."),
+        typer.Option(help="The server's key; default: HEADRACE_API_KEY."),
     ] = None,
     system_prompt: Annotated[
         str | None, typer.Option(help="What the model is told before anything is said.")

@@ -57,7 +57,7 @@ class Session:
                         self._obey(name, rest.strip())
                     else:
                         asyncio.run(self._turn(line))
-                except (UsageError, ServerError, OSError) as error:
+                except (UsageError, ServerError, OSError, ValueError) as error:
                     failed = True
                     _say("headrace: " + " ".join(str(error).split()))
         return 1 if failed and not self.on_terminal else 0

@@ -14,7 +14,6 @@ from headrace.cli import options
 from headrace.config import EngineConfig, parse_size
 from headrace.errors import UsageError
 from headrace.progress import loading_display
-from headrace.protocol.messages import Loading
 
 _KEY_VARIABLE = "HEADRACE_API_KEY"
 
@@ -146,12 +145,7 @@ def serve(
 
     def load(check: Callable[[], None]) -> AsyncLLM:
         with loading_display(pipeline_parallel_size, lines=True) as show:
-
-            def on_progress(message: Loading) -> None:
-                check()
-                show(message)
-
-            return AsyncLLM(model, on_progress=on_progress, **engine_settings)
+            return AsyncLLM(model, on_progress=show, check=check, **engine_settings)
 
     run_server(settings, listener, on_listening, load, on_ready)
     print("ended in order", flush=True)
@@ -185,8 +179,12 @@ def _engine_line(engine: AsyncLLM) -> str:
     cache = max(loaded.cache_bytes_per_block for loaded in running.loaded) * running.num_blocks
     layers = " and ".join(str(share.num_layers) for share in running.shares)
     return (
-        f"engine: {running.dtype}, {len(running.shares)} stages with {layers} layers, "
+        f"engine: {running.dtype}, {_counted(len(running.shares), 'stage')} with {layers} layers, "
         f"{running.loaded[0].kernels} kernels, cache for {running.num_blocks * block_size} tokens "
         f"({cache / 2**20:.0f} MiB a stage), at most {running.max_model_len} tokens a sequence, "
         f"{engine.config.sequences} sequences at once"
     )
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"

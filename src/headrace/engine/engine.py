@@ -85,6 +85,7 @@ class Engine:
     costs: list[CostFit] = field(init=False)
     link_time: LinkTime = field(init=False)
     _detokenizer: Detokenizer = field(init=False)
+    _bad_words: Callable[[tuple[str, ...]], list[list[int]]] = field(init=False)
     _token_text: Callable[[int], str] = field(init=False)
     _requests: dict[int, list[Sequence]] = field(default_factory=dict, init=False)
     _texts: dict[Sequence, _Text] = field(default_factory=dict, init=False)
@@ -102,6 +103,8 @@ class Engine:
         self.link_time = LinkTime(self.num_stages, window_of(most, self.num_stages))
         self._stall = StallWatch(self.stall_timeout)
         self._detokenizer = Detokenizer(self.tokenizer)
+        # Many prompts with the same words come one after the other.
+        self._bad_words = lru_cache(maxsize=16)(self._tokens_of)
         self._token_text = lru_cache(maxsize=65536)(
             lambda token: str(self.tokenizer.decode([token], skip_special_tokens=False))
         )
@@ -121,7 +124,7 @@ class Engine:
         seed = params.seed
         if seed is None:
             seed = (self.seed + (request_id + 1) * _SEED_STRIDE) & MAX_SEED
-        bad_words = self._tokens_of(params.bad_words)
+        bad_words = self._bad_words(tuple(params.bad_words))
         samplings = [
             resolve(
                 params,

@@ -15,7 +15,7 @@ class Sequence:
 
     index: which of the request's n completions. prompt: token ids, at least one. sampling: what the
     last stage is told. priority: smaller runs first; arrival: numbers sequences as they came.
-    outputs: the tokens accepted from results.
+    outputs: the tokens accepted from results. stop_tokens: params.stop_token_ids, quick to look in.
 
     While it has a slot: known: prompt and outputs at its admission, all of which are prefilled.
     planned_positions: positions that are cached or whose forward pass is in some plan.
@@ -53,6 +53,10 @@ class Sequence:
     admitted_at: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    stop_tokens: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stop_tokens = frozenset(self.params.stop_token_ids)
 
     @property
     def finished(self) -> bool:

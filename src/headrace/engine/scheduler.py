@@ -503,7 +503,7 @@ class Scheduler:
         if count >= params.min_tokens:
             if token in self.config.eos_token_ids and not params.ignore_eos:
                 self.finish(sequence, "stop")
-            elif token in params.stop_token_ids:
+            elif token in sequence.stop_tokens:
                 self.finish(sequence, "stop", token)
         if count >= sequence.max_outputs:
             self.finish(sequence, "length")

@@ -82,14 +82,22 @@ class StageProcesses:
             self.close(drain=False)
             raise
 
-    def wait_loaded(self, on_progress: Callable[[Loading], None]) -> list[Loaded]:
-        """Until every stage holds its weights. Raises StartError or what a stage reports."""
-        return self._wait_for(Loaded, on_progress)
+    def wait_loaded(
+        self, on_progress: Callable[[Loading], None], check: Callable[[], None]
+    ) -> list[Loaded]:
+        """Until every stage holds its weights. check: called once a second or more often, may
+        raise. Raises StartError or what a stage reports."""
+        return self._wait_for(Loaded, on_progress, check)
 
-    def allocate_cache(self, num_blocks: int, on_progress: Callable[[Loading], None]) -> None:
+    def allocate_cache(
+        self,
+        num_blocks: int,
+        on_progress: Callable[[Loading], None],
+        check: Callable[[], None],
+    ) -> None:
         """Have every stage allocate its cache and meet the others."""
         self._send_all(CacheConfig(num_blocks))
-        self._wait_for(Ready, on_progress)
+        self._wait_for(Ready, on_progress, check)
 
     def send(self, plan: Plan) -> None:
         """Give the plan to every rank, in order."""
@@ -256,12 +264,16 @@ class StageProcesses:
         return _error_of((silent or failures)[0])
 
     def _wait_for(
-        self, kind: type[Loaded] | type[Ready], on_progress: Callable[[Loading], None]
+        self,
+        kind: type[Loaded] | type[Ready],
+        on_progress: Callable[[Loading], None],
+        check: Callable[[], None],
     ) -> list[Loaded]:
         """One message of this kind from every stage, in stage order."""
         got: dict[int, FromStage] = {}
         deadline = time.monotonic() + _START_DEADLINE
         while len(got) < len(self._stages):
+            check()
             for message in self._receive(1.0):
                 deadline = time.monotonic() + _START_DEADLINE
                 if isinstance(message, Loading):

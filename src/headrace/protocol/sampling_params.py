@@ -179,7 +179,7 @@ def resolve(
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        logit_bias=dict(params.logit_bias or {}),
+        logit_bias=params.logit_bias or {},
         bad_words=bad_words,
         min_tokens=params.min_tokens,
         end_tokens=sorted(ends),

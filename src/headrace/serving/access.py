@@ -1,6 +1,7 @@
 """Who may use the API: those with a key, if there are keys."""
 
 import hmac
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -12,17 +13,29 @@ _OPEN = frozenset({"/health", "/version", "/metrics", "/docs", "/redoc", "/opena
 
 
 class KeyCheck:
-    """Lets requests with one of the keys pass (Authorization: Bearer KEY), and 401 the others."""
+    """Lets requests with one of the keys pass (Authorization: Bearer KEY), and 401 the others.
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+    on_refusal: told the status of each that may not.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: tuple[str, ...], on_refusal: Callable[[int], None]
+    ) -> None:
         self._app = app
+        self._on_refusal = on_refusal
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in _OPEN or self._may_enter(scope):
             await self._app(scope, receive, send)
             return
-        error = ApiError(401, "no valid API key: send Authorization: Bearer KEY", closes=True)
+        error = ApiError(
+            401,
+            "no valid API key: send Authorization: Bearer KEY",
+            code="invalid_api_key",
+            unread=True,
+        )
+        self._on_refusal(error.status)
         response = LastResponse(error.as_json(), 401, error.headers(), "application/json")
         await response(scope, receive, send)
 

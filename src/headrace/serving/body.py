@@ -75,14 +75,14 @@ def _check_type(request: Request) -> None:
             415,
             f"the content type must be application/json, not {given[:100]!r}: "
             "send the header Content-Type: application/json",
-            closes=True,
+            unread=True,
         )
 
 
 async def _read(request: Request, settings: ServerSettings) -> bytes:
     limit = settings.max_body_bytes
     too_large = ApiError(
-        413, f"the body is larger than the {limit} bytes that --max-body-size allows", closes=True
+        413, f"the body is larger than the {limit} bytes that --max-body-size allows", unread=True
     )
     if int(request.headers.get("content-length", "0")) > limit:
         raise too_large
@@ -95,13 +95,13 @@ async def _read(request: Request, settings: ServerSettings) -> bytes:
                     raise ClientGone
                 data += message["body"]
                 if len(data) > limit:
-                    too_large.closes = message["more_body"]
+                    too_large.unread = message["more_body"]
                     raise too_large
                 if not message["more_body"]:
                     return bytes(data)
     except TimeoutError:
         raise ApiError(
-            408, f"the body did not arrive within {settings.read_timeout:g} s", closes=True
+            408, f"the body did not arrive within {settings.read_timeout:g} s", unread=True
         ) from None
 
 

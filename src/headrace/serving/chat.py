@@ -1,5 +1,6 @@
 """/v1/chat/completions: answers conversations."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -33,6 +34,8 @@ from headrace.serving.service import Generation, Service
 from headrace.serving.usage import TokenCount
 
 _FIELDS = {name: name for name in ChatBody.__struct_fields__} | {"logprobs": "top_logprobs"}
+# More than these are rendered beside the event loop: the others go on meanwhile.
+_MANY_MESSAGES = 200
 _TEMPLATE_FIELDS = {"chat_template_kwargs": "chat_template_kwargs"}
 
 
@@ -89,10 +92,16 @@ async def encode_messages(
     add_special_tokens: bool,
 ) -> list[int]:
     """Token ids of a conversation. Raises ApiError if the template refuses it."""
-    given = template_messages(messages)
     tokenizer = service.ready().running.tokenizer
+    given = template_messages(messages, tokenizer.knows_tool_calls)
+    options = template_options or {}
     try:
-        text = tokenizer.render_chat(given, add_generation_prompt, template_options or {})
+        if len(given) > _MANY_MESSAGES:
+            text = await asyncio.to_thread(
+                tokenizer.render_chat, given, add_generation_prompt, options
+            )
+        else:
+            text = tokenizer.render_chat(given, add_generation_prompt, options)
         return await service.encode(text, add_special_tokens)
     except UsageError as error:
         told = as_api_error(error, _TEMPLATE_FIELDS)
@@ -167,14 +176,13 @@ async def _whole(answer: _Answer, generation: Generation) -> Chat:
 async def _events(
     answer: _Answer, generation: Generation, include_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    n = answer.params.n
     encode = msgspec.json.Encoder().encode
     no_usage = None if include_usage else UNSET
     count = TokenCount([answer.prompt])
     of_prompt: list[Logprobs | None] | None = None
     if answer.params.prompt_logprobs is not None:
         of_prompt = [None]
-    begun = set()
+    begun: set[int] = set()
     async for number, deltas in generation:
         count.take(number, deltas)
         for delta in deltas:
@@ -183,15 +191,17 @@ async def _events(
         if of_prompt is not None and len(of_prompt) == len(answer.prompt):
             yield encode(answer.chunk([], no_usage, prompt_logprobs(of_prompt)))
             of_prompt = None
-        for index in range(n):
-            own = [delta for delta in deltas if delta.index == index]
-            if own and (own[-1].finish_reason or any(delta.token is not None for delta in own)):
-                if index not in begun:
-                    # Not before its first token: load generators take it for that.
-                    begun.add(index)
-                    first = ChatChunkChoice(index, ChatDelta("", "assistant"), None, None)
-                    yield encode(answer.chunk([first], no_usage))
-                yield encode(answer.chunk([_piece(answer, index, own)], no_usage))
+        by_index: dict[int, list[OutputDelta]] = {}
+        for delta in deltas:
+            if delta.token is not None or delta.finish_reason is not None:
+                by_index.setdefault(delta.index, []).append(delta)
+        for index, own in by_index.items():
+            if index not in begun:
+                # Not before its first token: load generators take it for that.
+                begun.add(index)
+                first = ChatChunkChoice(index, ChatDelta("", "assistant"), None, None)
+                yield encode(answer.chunk([first], no_usage))
+            yield encode(answer.chunk([_piece(answer, index, own)], no_usage))
     if include_usage:
         yield encode(answer.chunk([], count.usage()))
 

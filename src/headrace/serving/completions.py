@@ -126,7 +126,8 @@ class _Answer:
         shown: Sequence[str | list[int]],
         prompts: list[list[int]],
     ) -> None:
-        self.service = service
+        # Kept, since the service gives no engine to anybody new while it drains.
+        self.core = service.ready().running.tokenizer.core
         self.body = body
         self.n = n
         self.params = params
@@ -146,13 +147,18 @@ class _Answer:
         shown = self.shown[number]
         if isinstance(shown, str):
             return shown
-        core = self.service.ready().running.tokenizer.core
-        return str(core.decode(shown, skip_special_tokens=False))
+        return str(self.core.decode(shown, skip_special_tokens=False))
 
     def prompt_tokens(self, number: int, entries: Sequence[Logprobs | None]) -> list[_Token]:
-        ids = self.prompts[number]
-        texts = map(self.service.token_text, ids)
-        return list(zip(ids, texts, entries, strict=True))
+        found: list[_Token] = []
+        for token, entry in zip(self.prompts[number], entries, strict=True):
+            text = (
+                str(self.core.decode([token], skip_special_tokens=False))
+                if entry is None
+                else entry[token].decoded_token
+            )
+            found.append((token, text, entry))
+        return found
 
     def logprobs_of(self, tokens: list[_Token], offset: int = 0) -> CompletionLogprobs | None:
         """None unless they are asked for."""
@@ -247,6 +253,8 @@ async def _events(
     count = TokenCount(answer.prompts)
     progress = [_Progress() for _ in range(n * len(answer.prompts))]
     of_prompt: list[list[Logprobs | None]] = [[None] for _ in answer.prompts]
+    # Of each prompt the choices that hold something, in the order in which it came.
+    ready: list[dict[int, None]] = [{} for _ in answer.prompts]
     prompt_logprobs_wanted = answer.params.prompt_logprobs is not None
     async for number, deltas in generation:
         count.take(number, deltas)
@@ -254,13 +262,15 @@ async def _events(
             if delta.prompt_logprobs:
                 of_prompt[number] += delta.prompt_logprobs
             if delta.token is not None or delta.finish_reason is not None:
-                progress[number * n + delta.index].held.append(delta)
+                place = number * n + delta.index
+                progress[place].held.append(delta)
+                ready[number][place] = None
         if prompt_logprobs_wanted and len(of_prompt[number]) < len(answer.prompts[number]):
             continue
-        for place in range(number * n, number * n + n):
-            if progress[place].held:
-                choice = _piece(answer, number, place, progress[place], of_prompt[number])
-                yield encode(answer.wrap([choice], no_usage))
+        for place in ready[number]:
+            choice = _piece(answer, number, place, progress[place], of_prompt[number])
+            yield encode(answer.wrap([choice], no_usage))
+        ready[number].clear()
     if include_usage:
         yield encode(answer.wrap([], count.usage(0 if body.max_tokens == 0 else None)))
 

@@ -34,7 +34,8 @@ _LONGEST = 2000
 class ApiError(Exception):
     """An answer that is an error. param: the field at fault; code: for programs to look at.
 
-    closes: whether the connection is to end with it, since the rest of a request is on its way.
+    unread: the rest of the request is on its way, so the connection has to end. headers: of the
+    answer, besides those that follow from its status.
     """
 
     def __init__(
@@ -44,14 +45,16 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
-        closes: bool = False,
+        unread: bool = False,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
-        self.closes = closes
+        self.unread = unread
+        self._headers = headers
 
     def as_json(self) -> bytes:
         """The body of the answer, or the data of an event in a stream."""
@@ -59,8 +62,8 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         """Of the answer, besides its type and length."""
-        found = {}
-        if self.closes:
+        found = dict(self._headers)
+        if self.unread:
             found["connection"] = "close"
         if self.status in (429, 503):
             found["retry-after"] = "1"

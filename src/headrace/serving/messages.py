@@ -25,11 +25,18 @@ _ROLES = {
 }
 
 
-def template_messages(messages: list[ChatMessage]) -> list[Message]:
+def template_messages(messages: list[ChatMessage], knows_tool_calls: bool) -> list[Message]:
     """Each message as templates know it; parts of a content are joined by newlines, as in vLLM.
 
-    Raises ApiError for an answer without content and for calls whose arguments are no JSON object.
+    knows_tool_calls: whether the template shows calls of tools. Raises ApiError if it does not and
+    there are some, for an answer without content, and for calls whose arguments are no JSON object.
     """
+    for number, message in enumerate(messages):
+        if isinstance(message, AssistantMessage) and message.tool_calls and not knows_tool_calls:
+            where = f"messages[{number}].tool_calls"
+            raise ApiError(
+                400, f"{where}: the model's chat template has no calls of tools", param=where
+            )
     return [_template_message(number, message) for number, message in enumerate(messages)]
 
 

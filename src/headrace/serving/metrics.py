@@ -38,6 +38,10 @@ class ServerMetrics:
         """Watch a request that is given to the engine; its prompt has so many tokens."""
         return RequestWatch(self._requests, prompt_tokens, params)
 
+    def refused(self, status: int) -> None:
+        """A request was answered by an error of this HTTP status."""
+        self._requests.refused(status)
+
     def sample(self) -> None:
         """To be called about once a second: how busy stages are is measured between calls."""
         self._engine.sample()

@@ -62,6 +62,14 @@ class RequestMetrics:
         self.success: dict[FinishReason, Counter] = {
             reason: success.labels(model_name, reason) for reason in get_args(FinishReason)
         }
+        self._model_name = model_name
+        # The statuses are this server's own, so there are few.
+        self._refusals = Counter(
+            "headrace:request_refused",
+            "Requests answered by an error before any of their answer, by HTTP status.",
+            ["model_name", "status"],
+            registry=registry,
+        )
         self.first_token_s = histogram(
             "time_to_first_token_seconds",
             "From queueing a request to the first token of any of its completions.",
@@ -95,6 +103,10 @@ class RequestMetrics:
         self.asked_max_tokens = histogram(
             "request_params_max_tokens", "The parameter max_tokens, where given.", _TOKENS
         )
+
+    def refused(self, status: int) -> None:
+        """A request was answered by an error of this HTTP status."""
+        self._refusals.labels(self._model_name, status).inc()
 
 
 class RequestWatch:

@@ -28,7 +28,12 @@ _Bias = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": -100, "maxim
 _TokenId = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0})]
 _OrMinusOne = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": -1})]
 # Every token that anybody is sent is searched for these, and every step holds the others back.
-_Texts = Annotated[list[str], msgspec.Meta(max_length=1024)]
+# And every stage is sent what goes into logits.
+_Text = Annotated[str, msgspec.Meta(max_length=10_000)]
+_Texts = Annotated[list[_Text], msgspec.Meta(max_length=1024)]
+_TokenIds = Annotated[list[_TokenId], msgspec.Meta(max_length=1024)]
+_Biases = Annotated[dict[int, _Bias], msgspec.Meta(max_length=1024)]
+_Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -71,10 +76,10 @@ class Generation(Body, kw_only=True):
 
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
-    logit_bias: dict[int, _Bias] | None = None
+    logit_bias: _Biases | None = None
     n: _Positive | None = None
     seed: _OrMinusOne | None = None
-    stop: str | _Texts | None = None
+    stop: _Text | _Texts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: _Temperature | None = None
@@ -85,12 +90,12 @@ class Generation(Body, kw_only=True):
     min_p: _MinP | None = None
     repetition_penalty: _Factor | None = None
     min_tokens: _Count | None = None
-    stop_token_ids: list[_TokenId] | None = None
+    stop_token_ids: _TokenIds | None = None
     bad_words: _Texts | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: _OrMinusOne | None = None
-    priority: int | None = None
+    priority: _Priority | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
 

@@ -158,7 +158,7 @@ class Model(msgspec.Struct):
     object: Literal["model"]
     created: int
     owned_by: Literal["headrace"]
-    max_model_len: int | None
+    max_model_len: int
 
 
 class ModelList(msgspec.Struct):

@@ -1,6 +1,7 @@
 """What all endpoints share: the engine once it is there, who may enter, and what runs."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 
@@ -8,11 +9,13 @@ from headrace.async_llm import AsyncLLM
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.outputs import OutputDelta
 from headrace.engine_thread import Submission
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, UsageError
 from headrace.protocol.sampling_params import SamplingParams
 from headrace.serving.errors import ApiError, as_api_error
 from headrace.serving.metrics import ServerMetrics
 from headrace.serving.settings import ServerSettings
+
+_log = logging.getLogger(__name__)
 
 # Texts longer than this are tokenized beside the event loop: the others go on meanwhile.
 _LONG_TEXT = 20_000
@@ -37,13 +40,24 @@ class Service:
     def attach(self, engine: AsyncLLM) -> None:
         """The engine has loaded: requests are let in."""
         self.engine = engine
-        self._detokenizer = Detokenizer(engine.running.tokenizer.core)
+        tokenizer = engine.running.tokenizer
+        self._detokenizer = Detokenizer(tokenizer.core)
+        self._longest_token = max(map(len, tokenizer.core.get_vocab()), default=1)
         self.metrics.attach(engine.running)
+        try:
+            tokenizer.render_chat([{"role": "user", "content": "?"}])
+        except HeadraceError as error:
+            _log.warning("chats will be refused: %s", error)
 
     def ready(self) -> AsyncLLM:
         """The engine. Raises ApiError while it loads, when it is broken and when it drains."""
         if self.draining:
-            raise ApiError(503, "the server is shutting down: no new requests are taken")
+            raise ApiError(
+                503,
+                "the server is shutting down: no new requests are taken",
+                # Or a proxy would keep the connection, and use it for the next.
+                headers={"connection": "close"},
+            )
         if self.engine is None:
             raise ApiError(503, "the model is still loading: try again in a moment")
         if self.engine.error is not None:
@@ -74,18 +88,20 @@ class Service:
             )
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. Raises UsageError if it is no valid Unicode."""
-        encode = self.ready().running.tokenizer.encode
+        """Token ids of a text. Raises UsageError if it is no valid Unicode, or too long whatever
+        its tokens are."""
+        running = self.ready().running
+        encode = running.tokenizer.encode
+        if len(text) > running.max_model_len * self._longest_token:
+            raise UsageError(
+                f"a text of {len(text)} characters does not fit into the {running.max_model_len} "
+                "tokens of a sequence (--max-model-len)"
+            )
         if len(text) > _LONG_TEXT:
             return await asyncio.to_thread(encode, text, add_special_tokens)
         # Others have their turn between the prompts of one request.
         await asyncio.sleep(0)
         return encode(text, add_special_tokens)
-
-    def token_text(self, token: int) -> str:
-        """How a token reads by itself, special ones included."""
-        core = self.ready().running.tokenizer.core
-        return str(core.decode([token], skip_special_tokens=False))
 
     def token_bytes(self, token: int, text: str) -> bytes:
         """UTF-8 of how a token reads; where that is part of a character, just that part."""
@@ -116,27 +132,24 @@ class Service:
         try:
             submission = await engine.submit(prompts, params, priority=priority)
         except BaseException as error:
-            self._leave(count)
+            self.leave(count)
             if isinstance(error, HeadraceError):
                 raise as_api_error(error, fields) from error
             raise
         return Generation(self, submission, count)
 
-    def _leave(self, count: int) -> None:
+    def leave(self, count: int) -> None:
+        """So many completions have ended, and their answers were sent."""
         self._open -= count
         if not self._open:
             self.quiet.set()
-
-    def ended(self, generation: "Generation") -> None:
-        """A generation was closed."""
-        self._leave(generation.count)
 
 
 class Generation:
     """Prompts that run. Iterating gives (prompt's number, its new deltas). Raises ApiError."""
 
     def __init__(self, service: Service, submission: Submission, count: int) -> None:
-        self.count = count
+        self._count = count
         self._service = service
         self._submission = submission
         self._watches = [
@@ -171,10 +184,13 @@ class Generation:
             self._submission.abort()
             for watch in self._watches:
                 watch.close()
-            self._service.ended(self)
+            self._service.leave(self._count)
 
     def _expire(self, limit: float) -> None:
         self._timeout = ApiError(
-            408, f"the answer was not complete within {limit:g} s (--request-timeout)"
+            408,
+            f"the answer was not complete within {limit:g} s (--request-timeout)",
+            # OpenAI's clients look for it: they would have all of it computed again.
+            headers={"x-should-retry": "false"},
         )
         self._submission.abort()

@@ -11,7 +11,8 @@ class ServerSettings:
     """Settings of the server, apart from its engine's. Raises UsageError naming the flag.
 
     port: 0 picks a free one. api_keys: any of them opens the API; none: it is open.
-    served_model_names: what requests may call the model; answers have the first.
+    served_model_names: what requests may call the model; answers have the one asked for, or the
+    first.
     max_queued_requests: completions that may wait for a slot before more are refused.
     max_body_bytes: of a request. read_timeout: seconds for a request's header, and for its body,
     to arrive. request_timeout: seconds for a whole answer, None for any. drain_timeout: seconds
@@ -36,6 +37,13 @@ class ServerSettings:
     ssl_keyfile: str | None = None
 
     def __post_init__(self) -> None:
+        if not self.host:
+            raise UsageError("--host must not be empty: 127.0.0.1, or 0.0.0.0 for all interfaces")
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise UsageError(
+                "--allow-credentials needs --allowed-origins: with * every site in a browser could "
+                "use the API in its user's name"
+            )
         if not 0 <= self.port <= 65535:
             raise UsageError(f"--port must be from 0 to 65535, not {self.port}")
         if self.max_queued_requests < 0:

@@ -45,7 +45,7 @@ async def detokenize(service: Service, body: DetokenizeBody) -> Detokenized:
     core = service.ready().running.tokenizer.core
     service.check_model(body.model)
     size = core.get_vocab_size()
-    for token in body.tokens:
+    for token in (min(body.tokens), max(body.tokens)) if body.tokens else ():
         if not 0 <= token < size:
             raise ApiError(
                 400, f"tokens: {token} is not in the vocabulary (0 to {size - 1})", param="tokens"
