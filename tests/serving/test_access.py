@@ -13,7 +13,7 @@ import pytest
 from command import run, wait_until
 from headrace.cli.serve import serve
 from headrace.errors import StartError, UsageError
-from headrace.serving.server import listen
+from headrace.serving.listener import listen
 from headrace.serving.settings import ServerSettings
 from serving.running_server import Server, running_server
 

@@ -14,6 +14,9 @@ from headrace.cli import options
 from headrace.config import EngineConfig, parse_size
 from headrace.errors import UsageError
 from headrace.progress import loading_display
+from headrace.serving.listener import listen, url_of
+from headrace.serving.loading import EngineLoader
+from headrace.serving.settings import ServerSettings, parse_list
 
 _KEY_VARIABLE = "HEADRACE_API_KEY"
 
@@ -110,10 +113,6 @@ def serve(
     body_bytes = parse_size(max_body_size)
     if body_bytes is None:
         raise UsageError(f"--max-body-size {max_body_size!r} is not a size such as 16MiB")
-    # Here, since all commands import this module, and the server takes its time.
-    from headrace.serving.server import listen, run_server, url_of
-    from headrace.serving.settings import ServerSettings, parse_list
-
     settings = ServerSettings(
         served_model_names=tuple(served_model_name or [model]),
         host=host,
@@ -147,7 +146,14 @@ def serve(
         with loading_display(pipeline_parallel_size, lines=True) as show:
             return AsyncLLM(model, on_progress=show, check=check, **engine_settings)
 
-    run_server(settings, listener, on_listening, load, on_ready)
+    loader = EngineLoader(load)
+    try:
+        # Here, since all commands import this module, and meanwhile the stages load.
+        from headrace.serving.server import run_server
+
+        run_server(settings, listener, loader, on_listening, on_ready)
+    finally:
+        loader.close()
     print("ended in order", flush=True)
     return 0
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headrace.serving.body import LastResponse
+from headrace.serving.answers import LastResponse
 from headrace.serving.errors import ApiError
 
 # For probes and scrapers, which have no key; what they show says nothing of requests.

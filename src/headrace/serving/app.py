@@ -13,7 +13,8 @@ from starlette.responses import Response
 import headrace
 from headrace.errors import HeadraceError
 from headrace.serving.access import KeyCheck
-from headrace.serving.body import ClientGone, LastResponse, read_body
+from headrace.serving.answers import ClientGone, LastResponse
+from headrace.serving.body import read_body
 from headrace.serving.chat import answer_chat
 from headrace.serving.completions import complete
 from headrace.serving.errors import INTERNAL, ApiError, as_api_error
@@ -62,7 +63,7 @@ def make_app(service: Service) -> FastAPI:
         allow_credentials=settings.allow_credentials,
     )
     # Made once: it takes tens of milliseconds.
-    app.openapi = cache(lambda: openapi(app, _TYPES))  # type: ignore[method-assign]
+    app.openapi = cache(lambda: openapi(app, _TYPES, has_keys=bool(settings.api_keys)))  # type: ignore[method-assign]
     return app
 
 
@@ -104,7 +105,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     )
     async def completions(request: Request) -> Response:
         """Continue prompts."""
-        return await complete(service, await read_body(request, CompletionBody, settings), request)
+        return await complete(service, await read_body(request, CompletionBody, settings))
 
     @app.post(
         "/v1/chat/completions",
@@ -112,7 +113,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await answer_chat(service, await read_body(request, ChatBody, settings), request)
+        return await answer_chat(service, await read_body(request, ChatBody, settings))
 
     @app.post("/tokenize", **describe(Tokenized, body=TokenizeBody, errors=_BODY_ERRORS))
     async def tokens_of(request: Request) -> Response:

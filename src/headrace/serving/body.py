@@ -1,17 +1,14 @@
 """Reads a request's body: its size, its time, its type, and what is in it."""
 
 import asyncio
-import contextlib
 import difflib
 import re
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from headrace.serving.connection import LINGER_S
+from headrace.serving.answers import ClientGone
 from headrace.serving.errors import ApiError
 from headrace.serving.requests import Body
 from headrace.serving.settings import ServerSettings
@@ -21,27 +18,6 @@ _Body = TypeVar("_Body", bound=Body)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`(?: - at `\$\.(?P<path>.*)`)?")
 _WRONG = re.compile(r"(?P<what>.*?) - at `(?:key` in `)?\$\.?(?P<path>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`")
-
-
-class LastResponse(Response):
-    """An answer to a request that was not read to its end, after which the connection ends.
-
-    Not at once: what the client still sends would make its system drop the answer.
-    """
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = {"type": "http.response.start", "status": self.status_code}
-        await send({**start, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_S):
-                while (await receive()).get("more_body"):
-                    pass
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class ClientGone(Exception):
-    """The client closed the connection before its request was whole: nobody is to be told."""
 
 
 async def read_body(request: Request, kind: type[_Body], settings: ServerSettings) -> _Body:

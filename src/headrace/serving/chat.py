@@ -7,14 +7,13 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.engine.outputs import Logprobs, OutputDelta, OutputGatherer
 from headrace.errors import UsageError
 from headrace.protocol.sampling_params import SamplingParams
+from headrace.serving.answers import EventStream, WholeAnswer
 from headrace.serving.errors import ApiError, as_api_error
-from headrace.serving.event_stream import EventStream, unless_gone
 from headrace.serving.logprobs import chat_logprobs, prompt_logprobs
 from headrace.serving.messages import template_messages
 from headrace.serving.requests import ChatBody, Messages
@@ -30,7 +29,7 @@ from headrace.serving.responses import (
     Usage,
 )
 from headrace.serving.sampling import check_room, check_stream_options, sampling_params
-from headrace.serving.service import Generation, Service
+from headrace.serving.service import Generation, Service, finish_reason
 from headrace.serving.usage import TokenCount
 
 _FIELDS = {name: name for name in ChatBody.__struct_fields__} | {"logprobs": "top_logprobs"}
@@ -39,7 +38,7 @@ _MANY_MESSAGES = 200
 _TEMPLATE_FIELDS = {"chat_template_kwargs": "chat_template_kwargs"}
 
 
-async def answer_chat(service: Service, body: ChatBody, request: Request) -> Response:
+async def answer_chat(service: Service, body: ChatBody) -> Response:
     """Answer a request, whole or as a stream. Raises ApiError."""
     engine = service.ready()
     service.check_model(body.model)
@@ -76,11 +75,7 @@ async def answer_chat(service: Service, body: ChatBody, request: Request) -> Res
     answer = _Answer(service, body, params, prompt)
     if body.stream:
         return EventStream(_events(answer, generation, include_usage), generation.close)
-    try:
-        whole = await unless_gone(request.receive, _whole(answer, generation))
-    finally:
-        generation.close()
-    return Response(msgspec.json.encode(whole), media_type="application/json")
+    return WholeAnswer(_whole(answer, generation), generation.close)
 
 
 async def encode_messages(
@@ -151,13 +146,12 @@ async def _whole(answer: _Answer, generation: Generation) -> Chat:
     choices = []
     for completion in output.outputs:
         tokens = list(zip(completion.token_ids, completion.logprobs or (), strict=False))
-        assert completion.finish_reason in ("stop", "length")
         choices.append(
             ChatChoice(
                 completion.index,
                 AnswerMessage("assistant", completion.text),
                 answer.logprobs_of(tokens),
-                completion.finish_reason,
+                finish_reason(completion.finish_reason),
                 completion.stop_reason,
             )
         )
@@ -214,8 +208,7 @@ def _piece(answer: _Answer, index: int, deltas: list[OutputDelta]) -> ChatChunkC
         if delta.token is not None and delta.logprobs is not None
     ]
     last = deltas[-1]
-    reason = last.finish_reason
-    assert reason != "abort"
+    reason = finish_reason(last.finish_reason)
     return ChatChunkChoice(
         index,
         ChatDelta("".join([delta.text for delta in deltas])),

@@ -8,7 +8,6 @@ from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.engine.outputs import (
@@ -20,20 +19,19 @@ from headrace.engine.outputs import (
 )
 from headrace.errors import UsageError
 from headrace.protocol.sampling_params import SamplingParams
+from headrace.serving.answers import EventStream, WholeAnswer
 from headrace.serving.errors import ApiError
-from headrace.serving.event_stream import EventStream, unless_gone
 from headrace.serving.logprobs import completion_logprobs, prompt_logprobs
 from headrace.serving.requests import CompletionBody
 from headrace.serving.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    FinishReason,
     PromptLogprobs,
     Usage,
 )
 from headrace.serving.sampling import check_room, check_stream_options, sampling_params
-from headrace.serving.service import Generation, Service
+from headrace.serving.service import Generation, Service, finish_reason
 from headrace.serving.usage import TokenCount
 
 _FIELDS = {name: name for name in CompletionBody.__struct_fields__}
@@ -41,7 +39,7 @@ _FIELDS = {name: name for name in CompletionBody.__struct_fields__}
 _Token = tuple[int, str, Logprobs | None]
 
 
-async def complete(service: Service, body: CompletionBody, request: Request) -> Response:
+async def complete(service: Service, body: CompletionBody) -> Response:
     """Answer a request, whole or as a stream. Raises ApiError."""
     engine = service.ready()
     service.check_model(body.model)
@@ -93,11 +91,7 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
     answer = _Answer(service, body, n, params, shown, prompts)
     if body.stream:
         return EventStream(_events(answer, generation, include_usage), generation.close)
-    try:
-        completion = await unless_gone(request.receive, _whole(answer, generation))
-    finally:
-        generation.close()
-    return Response(msgspec.json.encode(completion), media_type="application/json")
+    return WholeAnswer(_whole(answer, generation), generation.close)
 
 
 def _prompts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -200,7 +194,7 @@ def _choice(
     body = answer.body
     text = completion.text
     tokens = _tokens(completion.token_ids, completion.logprobs)
-    reason, stop_reason = _finish_reason(completion.finish_reason), completion.stop_reason
+    reason, stop_reason = finish_reason(completion.finish_reason), completion.stop_reason
     if body.max_tokens == 0:
         text, tokens, reason, stop_reason = "", [], "length", None
     if body.echo:
@@ -227,11 +221,6 @@ def _tokens(ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> list[_To
         (token, entries[token].decoded_token, entries)
         for token, entries in zip(ids, logprobs, strict=True)
     ]
-
-
-def _finish_reason(reason: str | None) -> FinishReason | None:
-    """An aborted one has become an error before."""
-    return "stop" if reason == "stop" else "length" if reason == "length" else None
 
 
 @dataclass
@@ -292,7 +281,7 @@ def _piece(
             if delta.token is not None and delta.logprobs is not None:
                 tokens += _tokens([delta.token], [delta.logprobs])
     last = deltas[-1]
-    reason, stop_reason = _finish_reason(last.finish_reason), last.stop_reason
+    reason, stop_reason = finish_reason(last.finish_reason), last.stop_reason
     if body.max_tokens == 0:
         text, tokens, reason, stop_reason = "", [], "length", None
     shown: PromptLogprobs | UnsetType = UNSET

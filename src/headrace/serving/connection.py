@@ -3,7 +3,8 @@
 import asyncio
 import http
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headrace.serving.errors import error_json
 
@@ -32,6 +33,8 @@ class Connection(HttpToolsProtocol):
         self._header_bytes = 0
         self._read_bytes = 0
         self._refused = False
+        # The request that is being answered, or was last.
+        self._answered: RequestResponseCycle | None = None
         self._stuck: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = self.loop.call_later(
             self.read_timeout, self._too_late
@@ -40,6 +43,10 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._no_deadline()
         self.resume_writing()
+        if self._answered is not None and not self._answered.response_complete:
+            # uvicorn tells only the newest request, and others may wait behind the one that runs.
+            self._answered.disconnected = True
+            self._answered.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -79,13 +86,29 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stuck = self.loop.call_later(_STUCK_READER_S, self.transport.abort)
+        self._watch_reader(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         if self._stuck is not None:
             self._stuck.cancel()
             self._stuck = None
         super().resume_writing()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _watch_reader(self, unread: int) -> None:
+        """unread: bytes that wait for the client to take them."""
+
+        def look() -> None:
+            left = self.transport.get_write_buffer_size()
+            if left < unread:
+                self._watch_reader(left)
+            else:
+                self.transport.abort()
+
+        self._stuck = self.loop.call_later(_STUCK_READER_S, look)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "the request is no valid HTTP")

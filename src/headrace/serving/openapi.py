@@ -47,8 +47,8 @@ def describe(
     return {"openapi_extra": extra}
 
 
-def openapi(app: FastAPI, types: list[Any]) -> dict[str, Any]:
-    """The document, with the schemas of these types."""
+def openapi(app: FastAPI, types: list[Any], has_keys: bool) -> dict[str, Any]:
+    """The document, with the schemas of these types. has_keys: whether a key is needed."""
     document = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
@@ -67,6 +67,9 @@ def openapi(app: FastAPI, types: list[Any]) -> dict[str, Any]:
                 if media.get("schema") != {}
             }
     document.setdefault("components", {})["schemas"] = schemas
+    if has_keys:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
     return document
 
 

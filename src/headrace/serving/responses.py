@@ -106,7 +106,7 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
     stop_reason: int | str | None
 
 

@@ -7,15 +7,16 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
 import uvloop
 
 from headrace.async_llm import AsyncLLM
-from headrace.errors import StartError, UsageError
+from headrace.errors import UsageError
 from headrace.serving.app import make_app
 from headrace.serving.connection import with_timeout
+from headrace.serving.loading import EngineLoader
 from headrace.serving.service import Service
 from headrace.serving.settings import ServerSettings
 
@@ -26,10 +27,7 @@ _KEEP_ALIVE_S = 75
 # Seconds for answers that were cut to reach their clients.
 _LAST_WORDS_S = 2
 _SAMPLE_S = 1.0
-
-
-class _Interrupted(Exception):
-    """The server was told to end before its engine was there."""
+_LOOK_S = 0.1
 
 
 class _Uvicorn(uvicorn.Server):
@@ -40,49 +38,23 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def listen(settings: ServerSettings) -> socket.socket:
-    """The listening socket. Raises StartError if the address cannot be had."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            settings.host or None, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        # At once, not only when answers are given: two servers may bind, but only one may listen.
-        listener.listen()
-    except OSError as error:
-        raise StartError(
-            f"cannot listen on {settings.host}:{settings.port} ({error.strerror or error}): "
-            "choose another --host or --port, or --port 0 for a free one"
-        ) from error
-    return listener
-
-
-def url_of(settings: ServerSettings, listener: socket.socket) -> str:
-    """Where clients of this machine reach it."""
-    host, port = listener.getsockname()[:2]
-    scheme = "https" if settings.ssl_certfile else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
 def run_server(
     settings: ServerSettings,
     listener: socket.socket,
+    loader: EngineLoader,
     on_listening: Callable[[], None],
-    load: Callable[[Callable[[], None]], AsyncLLM],
     on_ready: Callable[[AsyncLLM], None],
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain. A second signal ends what still runs.
 
-    on_listening: called once nothing is wrong with the settings. load: gives the engine, in a
-    thread; it is given what to call while it loads, which raises if the server is to end. on_ready:
-    called once requests are answered. Raises what load raises, and the engine's error if it breaks.
+    loader: closed in the end. on_listening: called once nothing is wrong with the settings;
+    on_ready: once requests are answered. Raises what loading raises, and the engine's error if it
+    breaks.
     """
     service = Service(settings)
     server = _Uvicorn(_uvicorn_config(service))
     on_listening()
-    uvloop.run(_run(service, server, listener, load, on_ready))
+    uvloop.run(_run(service, server, listener, loader, on_ready))
 
 
 def _uvicorn_config(service: Service) -> uvicorn.Config:
@@ -113,7 +85,7 @@ async def _run(
     service: Service,
     server: uvicorn.Server,
     listener: socket.socket,
-    load: Callable[[Callable[[], None]], AsyncLLM],
+    loader: EngineLoader,
     on_ready: Callable[[AsyncLLM], None],
 ) -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
@@ -133,63 +105,57 @@ async def _run(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     answering = asyncio.create_task(server.serve(sockets=[listener]))
+    sampling = asyncio.create_task(_sample(service))
+    # When what still travels is cut.
+    deadline = loop.time()
     try:
-        engine = await _load(load, stop)
-        if engine is None:
-            return
-        try:
+        if (engine := await _loaded(loader, stop)) is not None:
             service.attach(engine)
             on_ready(engine)
-            await _serve(service, engine, stop)
-            if engine.error is None:
+            await _first(stop.wait(), engine.ended(), answering)
+            if engine.error is None and not answering.done():
+                deadline = loop.time() + service.settings.drain_timeout
                 await _drain(service, hurry)
+            if hurry.is_set():
+                deadline = loop.time()
             if engine.error is not None:
                 raise engine.error
-        finally:
-            service.draining = True
-            await asyncio.to_thread(engine.close)
     finally:
+        service.draining = True
+        await asyncio.to_thread(loader.close)
         server.should_exit = True
-        last_words = loop.call_later(_LAST_WORDS_S, _cut_connections, server)
+        cutting = asyncio.create_task(_cut_connections(server, deadline))
         await answering
-        last_words.cancel()
-
-
-async def _load(
-    load: Callable[[Callable[[], None]], AsyncLLM], stop: asyncio.Event
-) -> AsyncLLM | None:
-    """The engine, or None if the server was to end before it was there."""
-
-    def check() -> None:
-        if stop.is_set():
-            raise _Interrupted
-
-    try:
-        engine = await asyncio.to_thread(load, check)
-    except _Interrupted:
-        return None
-    if stop.is_set():
-        await asyncio.to_thread(engine.close)
-        return None
-    return engine
-
-
-def _cut_connections(server: uvicorn.Server) -> None:
-    """End those of clients that do not read, or still send: uvicorn would wait for them."""
-    for connection in list(server.server_state.connections):
-        connection.transport.abort()
-
-
-async def _serve(service: Service, engine: AsyncLLM, stop: asyncio.Event) -> None:
-    """Until the server is to end, or its engine has."""
-    ending = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(engine.ended())]
-    try:
-        while not any(task.done() for task in ending):
-            service.metrics.sample()
-            await asyncio.wait(ending, timeout=_SAMPLE_S, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in ending:
+        for task in (sampling, cutting):
             task.cancel()
+
+
+async def _loaded(loader: EngineLoader, stop: asyncio.Event) -> AsyncLLM | None:
+    """The engine, or None if the server is to end before it is there."""
+    loading = asyncio.ensure_future(loader.engine())
+    await _first(loading, stop.wait())
+    if stop.is_set():
+        loading.cancel()
+        return None
+    return loading.result()
+
+
+async def _sample(service: Service) -> None:
+    while True:
+        service.metrics.sample()
+        await asyncio.sleep(_SAMPLE_S)
+
+
+async def _cut_connections(server: uvicorn.Server, deadline: float) -> None:
+    """End connections that uvicorn would wait for: of clients that still send or do nothing after
+    a moment, of those that still take their answer at the deadline."""
+    loop = asyncio.get_running_loop()
+    await asyncio.sleep(_LAST_WORDS_S)
+    while True:
+        for connection in list(server.server_state.connections):
+            if loop.time() >= deadline or not connection.transport.get_write_buffer_size():
+                connection.transport.abort()
+        await asyncio.sleep(_LOOK_S)
 
 
 async def _drain(service: Service, hurry: asyncio.Event) -> None:
@@ -199,11 +165,17 @@ async def _drain(service: Service, hurry: asyncio.Event) -> None:
     timeout = service.settings.drain_timeout
     if not service.quiet.is_set():
         _log.info("draining: requests that run have %g s to end", timeout)
-    waiting = [asyncio.ensure_future(event.wait()) for event in (service.quiet, hurry)]
+    await _first(service.quiet.wait(), hurry.wait(), timeout=timeout)
+    if not service.quiet.is_set():
+        _log.warning("requests that still ran after %.1f s were cut", time.monotonic() - started)
+
+
+async def _first(*awaitables: Awaitable[object], timeout: float | None = None) -> None:
+    """Wait until one of them is there, for so many seconds at most; forget the others."""
+    waiting = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    own = [task for task, given in zip(waiting, awaitables, strict=True) if task is not given]
     try:
         await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in waiting:
+        for task in own:
             task.cancel()
-    if not service.quiet.is_set():
-        _log.warning("requests that still ran after %.1f s were cut", time.monotonic() - started)

@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from headrace.async_llm import AsyncLLM
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.outputs import OutputDelta
+from headrace.engine.request import FinishReason as EngineFinishReason
 from headrace.engine_thread import Submission
 from headrace.errors import HeadraceError, UsageError
 from headrace.protocol.sampling_params import SamplingParams
 from headrace.serving.errors import ApiError, as_api_error
 from headrace.serving.metrics import ServerMetrics
+from headrace.serving.responses import FinishReason
 from headrace.serving.settings import ServerSettings
 
 _log = logging.getLogger(__name__)
@@ -194,3 +196,9 @@ class Generation:
             headers={"x-should-retry": "false"},
         )
         self._submission.abort()
+
+
+def finish_reason(reason: EngineFinishReason | None) -> FinishReason | None:
+    """As the API has it. Aborted completions are not shown: a Generation raises for them."""
+    assert reason != "abort"
+    return reason
