@@ -35,8 +35,11 @@ def idle_before_and_after(server: Server) -> Iterator[None]:
 
 
 @contextmanager
-def sent(server: Server, receive_buffer: int | None = None, **body: Any) -> Iterator[socket.socket]:
-    """A connection that a request for a completion was sent on, in which nothing is read."""
+def sent(
+    server: Server, receive_buffer: int | None = None, keep: bool = False, **body: Any
+) -> Iterator[socket.socket]:
+    """A connection that a request for a completion was sent on, in which nothing is read; keep:
+    others may follow."""
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps({"model": MODEL, **body}).encode()
     with socket.socket() as connection:
@@ -45,7 +48,8 @@ def sent(server: Server, receive_buffer: int | None = None, **body: Any) -> Iter
         connection.connect((host, int(port)))
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data)
+            b"Connection: %b\r\nContent-Length: %d\r\n\r\n%b"
+            % (b"keep-alive" if keep else b"close", len(data), data)
         )
         yield connection
 
@@ -99,6 +103,14 @@ def test_a_request_that_is_not_streamed_ends_with_its_connection(server: Server)
         wait_for(server.url, num_requests_running=2)
 
 
+def test_a_request_ends_with_its_connection_though_another_waits_behind_it(server: Server) -> None:
+    with sent(server, keep=True, **ENDLESS) as connection:
+        wait_for(server.url, num_requests_running=1)
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        # The server has read it, since it answers what was sent later.
+        scrape(server.url)
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_task_that_is_cancelled_ends_its_request(server: Server, stream: bool) -> None:
     async def ask(client: AsyncOpenAI) -> None:
@@ -127,7 +139,7 @@ def test_a_client_that_does_not_read_holds_up_nobody_and_gets_everything(
     client: OpenAI, server: Server, llm: LLM
 ) -> None:
     prompt = "Water turns the wheel. " * 4
-    body = {"prompt": prompt, "echo": True, "prompt_logprobs": -1, "n": 8, "max_tokens": 2,
+    body: dict[str, Any] = {"prompt": prompt, "echo": True, "prompt_logprobs": -1, "n": 8, "max_tokens": 2,
             "seed": 5}  # fmt: skip
     steps = scrape(server.url)["steps_total"]
     with sent(server, 4096, **body, stream=True) as connection:

@@ -7,6 +7,9 @@ import pytest
 from openai import OpenAI
 
 from headrace import LLM, SamplingParams
+from headrace.serving.errors import ApiError
+from headrace.serving.messages import template_messages
+from headrace.serving.requests import AssistantMessage, FunctionCall, ToolCall
 from serving.tiny_model import (
     MAX_LENGTH,
     MODEL,
@@ -208,3 +211,28 @@ def test_values_that_ask_for_nothing_are_taken_in_chats(client: OpenAI, llm: LLM
     (choice,) = chat(client, USER, **SEEDED, **nothing).choices
     (output,) = llm.chat(USER, SamplingParams(**SEEDED))
     assert choice.message.content == output.outputs[0].text
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop", ["a"] * 1025),
+        ("stop_token_ids", [1] * 1025),
+        ("bad_words", ["a"] * 1025),
+        ("logit_bias", {str(token): 1 for token in range(1025)}),
+        ("bad_words", ["a" * 10_001]),
+    ],
+    ids=["stop", "stop tokens", "bad words", "biases", "a long bad word"],
+)
+def test_what_everybody_waits_for_is_bounded(client: OpenAI, field: str, value: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**completion_arguments({"prompt": "a", field: value}))
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(field)
+
+
+def test_calls_of_tools_are_refused_where_the_template_would_leave_them_out() -> None:
+    call = ToolCall(id="1", type="function", function=FunctionCall(name="f", arguments="{}"))
+    with pytest.raises(ApiError, match="no calls of tools") as caught:
+        template_messages([AssistantMessage(tool_calls=[call])], knows_tool_calls=False)
+    assert caught.value.param == "messages[0].tool_calls"
