@@ -7,6 +7,10 @@ import select
 import subprocess
 import sys
 
+import psutil
+
+from command import wait_until
+
 
 class Terminal:
     """What is typed there and what is seen. Ctrl-C is the byte 3, Ctrl-D the byte 4."""
@@ -46,6 +50,12 @@ class Terminal:
         """Wait until something was shown below the message, which the terminal shows as typed."""
         while not self.shown.partition(message + "\r\n")[2]:
             self._read_more("waiting for an answer")
+
+    def rest(self) -> None:
+        """Wait until the program waits for a key. Readline shows its prompt a moment before, and in
+        that moment CPython notices a signal only with the next key (readline.c, at select)."""
+        process = psutil.Process(self.process.pid)
+        wait_until(lambda: process.status() == psutil.STATUS_SLEEPING)
 
     def end(self) -> int:
         """Read up to the end; returns the exit code."""

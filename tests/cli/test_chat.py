@@ -68,7 +68,10 @@ def test_ctrl_c_stops_the_answer_and_never_the_program(model: str, tmp_path: Pat
         assert user == {"role": "user", "content": "hello"}
         assert assistant["role"] == "assistant"
         assert assistant["content"]
-        terminal.type("half a li\x03")
+        terminal.type("half a li")
+        terminal.see("half a li")
+        terminal.rest()
+        terminal.type("\x03")
         terminal.see("(Ctrl-D or /exit leaves)", "> ")
         # The engine runs one sequence at a time: had the first not ended, this one would wait.
         terminal.type("again\n")

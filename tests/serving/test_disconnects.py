@@ -139,8 +139,8 @@ def test_a_client_that_does_not_read_holds_up_nobody_and_gets_everything(
     client: OpenAI, server: Server, llm: LLM
 ) -> None:
     prompt = "Water turns the wheel. " * 4
-    body: dict[str, Any] = {"prompt": prompt, "echo": True, "prompt_logprobs": -1, "n": 8, "max_tokens": 2,
-            "seed": 5}  # fmt: skip
+    body: dict[str, Any] = {"prompt": prompt, "echo": True, "prompt_logprobs": -1, "n": 8,
+                            "max_tokens": 2, "seed": 5}  # fmt: skip
     steps = scrape(server.url)["steps_total"]
     with sent(server, 4096, **body, stream=True) as connection:
         # The engine is done with it, though nobody has read a byte.

@@ -97,10 +97,10 @@ async def encode_messages(
             )
         else:
             text = tokenizer.render_chat(given, add_generation_prompt, options)
-        return await service.encode(text, add_special_tokens)
     except UsageError as error:
         told = as_api_error(error, _TEMPLATE_FIELDS)
         raise ApiError(400, told.message, param=told.param or "messages") from error
+    return await service.encode(text, add_special_tokens, "messages")
 
 
 class _Answer:

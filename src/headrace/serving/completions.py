@@ -17,7 +17,6 @@ from headrace.engine.outputs import (
     OutputGatherer,
     RequestOutput,
 )
-from headrace.errors import UsageError
 from headrace.protocol.sampling_params import SamplingParams
 from headrace.serving.answers import EventStream, WholeAnswer
 from headrace.serving.errors import ApiError
@@ -71,10 +70,7 @@ async def complete(service: Service, body: CompletionBody) -> Response:
     prompts = []
     for text_or_ids in texts_or_ids:
         if isinstance(text_or_ids, str):
-            try:
-                text_or_ids = await service.encode(text_or_ids, special)
-            except UsageError as error:
-                raise ApiError(400, str(error), param="prompt") from error
+            text_or_ids = await service.encode(text_or_ids, special, "prompt")
         check_room(
             len(text_or_ids),
             max_tokens,

@@ -10,6 +10,8 @@ from headrace.serving.errors import error_json
 
 # As much as a header may have, and a read of the socket more: as in nginx, with room for long keys.
 _MOST_HEADER_BYTES = 64 * 1024
+# Requests that wait on a connection until the one before is answered.
+_MOST_WAITING = 16
 # Seconds for a client that was refused to read that, and to end the connection.
 LINGER_S = 2.0
 # Seconds in which a client that is sent something has to take some of it.
@@ -74,6 +76,12 @@ class Connection(HttpToolsProtocol):
             self._refuse(400, "a request with a body must not ask for an upgrade: use HTTP/1.1")
             return
         super().on_headers_complete()
+        if len(self.pipeline) > _MOST_WAITING:
+            self._refuse(400, f"more than {_MOST_WAITING} requests wait on one connection")
+        elif self.pipeline:
+            # uvicorn stops reading while a request waits behind another, and would not notice that
+            # the client leaves.
+            self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
         if self._refused:

@@ -89,21 +89,27 @@ class Service:
                 param=field,
             )
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. Raises UsageError if it is no valid Unicode, or too long whatever
-        its tokens are."""
+    async def encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
+        """Token ids of a text. Raises ApiError naming the field if it is no valid Unicode, or too
+        long whatever its tokens are."""
         running = self.ready().running
         encode = running.tokenizer.encode
         if len(text) > running.max_model_len * self._longest_token:
-            raise UsageError(
-                f"a text of {len(text)} characters does not fit into the {running.max_model_len} "
-                "tokens of a sequence (--max-model-len)"
+            raise ApiError(
+                400,
+                f"{field}: {len(text)} characters do not fit into the {running.max_model_len} "
+                "tokens that a sequence may have (--max-model-len)",
+                param=field,
+                code="context_length_exceeded",
             )
-        if len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(encode, text, add_special_tokens)
-        # Others have their turn between the prompts of one request.
-        await asyncio.sleep(0)
-        return encode(text, add_special_tokens)
+        try:
+            if len(text) > _LONG_TEXT:
+                return await asyncio.to_thread(encode, text, add_special_tokens)
+            # Others have their turn between the prompts of one request.
+            await asyncio.sleep(0)
+            return encode(text, add_special_tokens)
+        except UsageError as error:
+            raise ApiError(400, f"{field}: {error}", param=field) from error
 
     def token_bytes(self, token: int, text: str) -> bytes:
         """UTF-8 of how a token reads; where that is part of a character, just that part."""

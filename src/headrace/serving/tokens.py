@@ -2,7 +2,6 @@
 
 import asyncio
 
-from headrace.errors import UsageError
 from headrace.serving.chat import encode_messages
 from headrace.serving.errors import ApiError
 from headrace.serving.requests import DetokenizeBody, TokenizeBody
@@ -29,10 +28,8 @@ async def tokenize(service: Service, body: TokenizeBody) -> Tokenized:
         for name in ("add_generation_prompt", "chat_template_kwargs"):
             if getattr(body, name) is not None:
                 raise ApiError(400, f"{name} is for messages, not for a prompt", param=name)
-        try:
-            tokens = await service.encode(body.prompt, body.add_special_tokens is not False)
-        except UsageError as error:
-            raise ApiError(400, str(error), param="prompt") from error
+        special = body.add_special_tokens is not False
+        tokens = await service.encode(body.prompt, special, "prompt")
     strings = None
     if body.return_token_strs:
         core = engine.running.tokenizer.core
