@@ -19,7 +19,8 @@ from headrace.engine.outputs import OutputDelta
 from headrace.engine.request import FinishReason
 from headrace.launcher import RunningEngine, launch_virtual
 from headrace.protocol.sampling_params import SamplingParams
-from headrace.serving.metrics import RequestWatch, ServerMetrics
+from headrace.serving.metrics import ServerMetrics
+from headrace.serving.metrics_requests import RequestWatch
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana-dashboard.json"
 

@@ -71,8 +71,9 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
         prompt_field="messages",
         field=field,
     )
-    generation = await service.begin([prompt], params, body.priority or 0, fields)
     answer = _Answer(service, body, params, prompt)
+    # From here on something runs, which only the answer ends.
+    generation = await service.begin([prompt], params, body.priority or 0, fields)
     if body.stream:
         return EventStream(_events(answer, generation, include_usage), generation.close)
     return WholeAnswer(_whole(answer, generation), generation.close)

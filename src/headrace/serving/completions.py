@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
+from tokenizers import Tokenizer
 
 from headrace.engine.outputs import (
     CompletionOutput,
@@ -83,8 +84,17 @@ async def complete(service: Service, body: CompletionBody) -> Response:
         given if isinstance(given, str) else ids
         for given, ids in zip(texts_or_ids, prompts, strict=True)
     ]
+    answer = _Answer(
+        body,
+        body.model or service.model_name,
+        engine.running.tokenizer.core,
+        n,
+        params,
+        shown,
+        prompts,
+    )
+    # From here on something runs, which only the answer ends.
     generation = await service.begin(prompts, params, body.priority or 0, fields)
-    answer = _Answer(service, body, n, params, shown, prompts)
     if body.stream:
         return EventStream(_events(answer, generation, include_usage), generation.close)
     return WholeAnswer(_whole(answer, generation), generation.close)
@@ -109,15 +119,15 @@ class _Answer:
 
     def __init__(
         self,
-        service: Service,
         body: CompletionBody,
+        model: str,
+        core: Tokenizer,
         n: int,
         params: SamplingParams,
         shown: Sequence[str | list[int]],
         prompts: list[list[int]],
     ) -> None:
-        # Kept, since the service gives no engine to anybody new while it drains.
-        self.core = service.ready().running.tokenizer.core
+        self.core = core
         self.body = body
         self.n = n
         self.params = params
@@ -126,7 +136,7 @@ class _Answer:
         self.as_ids = bool(body.return_tokens_as_token_ids)
         self.id = f"cmpl-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self.model = body.model or service.model_name
+        self.model = model
 
     def wrap(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         kind: Literal["text_completion"] = "text_completion"

@@ -11,8 +11,6 @@ from headrace.protocol.sampling_params import SamplingParams
 from headrace.serving.metrics_engine import EngineState
 from headrace.serving.metrics_requests import RequestMetrics, RequestWatch
 
-__all__ = ["RequestWatch", "ServerMetrics"]
-
 
 class ServerMetrics:
     """All metrics of one server, in a registry of its own.

@@ -52,7 +52,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
 
 
-class Generation(Body, kw_only=True):
+class GenerationBody(Body, kw_only=True):
     """What completions and chats have in common, named as in SamplingParams where it is the same.
 
     Nulls stand for the defaults.
@@ -114,11 +114,11 @@ class Generation(Body, kw_only=True):
     kv_transfer_params: Any = None
 
 
-class CompletionBody(Generation, kw_only=True):
+class CompletionBody(GenerationBody, kw_only=True):
     """POST /v1/completions. prompt: a text, token ids, or a list of either."""
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **Generation.UNSUPPORTED,
+        **GenerationBody.UNSUPPORTED,
         "suffix": (None, ""),
         "response_format": (None, {"type": "text"}),
     }
@@ -213,11 +213,11 @@ ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage 
 Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
 
 
-class ChatBody(Generation, kw_only=True):
+class ChatBody(GenerationBody, kw_only=True):
     """POST /v1/chat/completions."""
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **Generation.UNSUPPORTED,
+        **GenerationBody.UNSUPPORTED,
         "tools": _NO_LIST,
         "tool_choice": (None, "none"),
         "parallel_tool_calls": _NOTHING,

@@ -6,7 +6,7 @@ from typing import Any
 from headrace.errors import UsageError
 from headrace.protocol.sampling_params import SamplingParams
 from headrace.serving.errors import ApiError, as_api_error
-from headrace.serving.requests import Generation
+from headrace.serving.requests import GenerationBody
 
 # Fields that SamplingParams has under the same names.
 _SHARED = (
@@ -17,7 +17,7 @@ _SHARED = (
 
 
 def sampling_params(
-    body: Generation,
+    body: GenerationBody,
     fields_of: Mapping[str, str],
     *,
     n: int,
@@ -40,7 +40,7 @@ def sampling_params(
         raise as_api_error(error, fields_of) from error
 
 
-def check_stream_options(body: Generation) -> bool:
+def check_stream_options(body: GenerationBody) -> bool:
     """Whether usage is to be sent in a stream. Raises ApiError for what does not fit."""
     options = body.stream_options
     if options is None:
