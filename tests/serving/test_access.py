@@ -9,9 +9,10 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import typer
 
 from command import run, wait_until
-from headrace.cli.serve import serve
+from headrace.cli import app
 from headrace.errors import StartError, UsageError
 from headrace.serving.listener import listen
 from headrace.serving.settings import ServerSettings
@@ -139,7 +140,7 @@ def test_an_empty_key_in_the_environment_does_not_open_the_server(
 ) -> None:
     monkeypatch.setenv("HEADRACE_API_KEY", "")
     with pytest.raises(UsageError, match="HEADRACE_API_KEY"):
-        serve(MODEL[1], port=0)
+        serve()
 
 
 def test_pages_of_the_allowed_site_are_let_in_without_a_key_for_the_question(
@@ -184,6 +185,12 @@ def test_a_stream_comes_over_https_and_http_is_not_answered(
     assert httpx.get(f"{locked.url}/health", verify=False).status_code == 200
 
 
+def serve(*arguments: str) -> None:
+    """The command in this process, on a free port."""
+    command = ["serve", *MODEL, "--port", "0", *arguments]
+    typer.main.get_command(app).main(command, standalone_mode=False)
+
+
 def test_a_certificate_that_cannot_be_used_is_told_before_anything_else(
     certificate: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,13 +199,13 @@ def test_a_certificate_that_cannot_be_used_is_told_before_anything_else(
     missing = tmp_path / "missing.pem"
     for file in (missing, other, certificate[0]):
         with pytest.raises(UsageError) as caught:
-            serve(MODEL[1], port=0, ssl_certfile=str(file))
+            serve("--ssl-certfile", str(file))
         assert str(file) in str(caught.value)
     with pytest.raises(UsageError) as caught:
-        serve(MODEL[1], port=0, ssl_certfile=str(certificate[0]), ssl_keyfile=str(other))
+        serve("--ssl-certfile", str(certificate[0]), "--ssl-keyfile", str(other))
     assert str(other) in str(caught.value)
     with pytest.raises(UsageError, match="--ssl-certfile"):
-        serve(MODEL[1], port=0, ssl_keyfile=str(certificate[1]))
+        serve("--ssl-keyfile", str(certificate[1]))
     assert capsys.readouterr().out == ""
 
 

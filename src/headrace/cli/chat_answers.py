@@ -43,12 +43,13 @@ def engine_answers(engine: AsyncLLM, params: SamplingParams) -> Answers:
                 f"the conversation has {len(prompt)} tokens, the context {running.max_model_len}: "
                 "/reset forgets what was said"
             )
-        shown = 0
-        async with aclosing(engine.generate(prompt, params)) as outputs:
-            async for output in outputs:
-                (completion,) = output.outputs
-                yield Piece(completion.text[shown:], completion.finish_reason)
-                shown = len(completion.text)
+        submission = await engine.submit([prompt], params)
+        try:
+            async for _, deltas in submission:
+                for delta in deltas:
+                    yield Piece(delta.text, delta.finish_reason)
+        finally:
+            submission.abort()
 
     return answer
 

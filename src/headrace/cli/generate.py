@@ -23,6 +23,7 @@ from headrace.protocol.sampling_params import SamplingParams
 
 
 def generate(
+    context: typer.Context,
     model: options.Model,
     prompt: Annotated[str | None, typer.Option(help="The text to complete.")] = None,
     prompt_file: Annotated[
@@ -88,29 +89,7 @@ def generate(
         max_tokens=max_tokens,
         ignore_eos=ignore_eos,
     )
-    settings: dict[str, Any] = {
-        "pipeline_parallel_size": pipeline_parallel_size,
-        "layer_partition": layer_partition,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "prefill_policy": prefill_policy,
-        "block_size": block_size,
-        "enable_prefix_caching": enable_prefix_caching,
-        "kv_cache_memory": kv_cache_memory,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "token_feedback": token_feedback,
-        "num_microbatches": options.parse_num_microbatches(num_microbatches),
-        "link_latency_ms": link_latency_ms,
-        "link_bandwidth_mbps": link_bandwidth_mbps,
-        "cpu_threads": cpu_threads,
-        "cpu_bind": cpu_bind,
-        "seed": seed,
-        "master_addr": master_addr,
-        "master_port": master_port,
-        "stall_timeout": stall_timeout,
-    }
+    settings = options.engine_settings(context)
     text = _read_prompt(prompt, prompt_file)
     if not text:
         raise UsageError("the prompt is empty")

@@ -1,10 +1,12 @@
 """The engine's options as commands share them, and checks of options that the engine lacks."""
 
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from headrace.config import EngineConfig
 from headrace.errors import UsageError
 
 Model = Annotated[str, typer.Option(help="GGUF file, Hugging Face directory, or smollm2.")]
@@ -65,6 +67,16 @@ StallTimeout = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
+
+
+def engine_settings(context: typer.Context) -> dict[str, Any]:
+    """Those of the command's flags that are settings of the engine, but for the model.
+
+    Raises UsageError for a --num-microbatches that is none.
+    """
+    names = {field.name for field in fields(EngineConfig)} - {"model"}
+    settings = {name: value for name, value in context.params.items() if name in names}
+    return settings | {"num_microbatches": parse_num_microbatches(settings["num_microbatches"])}
 
 
 def parse_num_microbatches(text: str) -> int | None:

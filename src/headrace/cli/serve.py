@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,6 +22,7 @@ _KEY_VARIABLE = "HEADRACE_API_KEY"
 
 
 def serve(
+    context: typer.Context,
     model: options.Model,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 8000,
@@ -84,30 +85,7 @@ def serve(
 ) -> int:
     """Serve a model by OpenAI's API until SIGTERM, which lets running requests end."""
     started = time.monotonic()
-    engine_settings: dict[str, Any] = {
-        "pipeline_parallel_size": pipeline_parallel_size,
-        "layer_partition": layer_partition,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "prefill_policy": prefill_policy,
-        "block_size": block_size,
-        "kv_cache_memory": kv_cache_memory,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "enable_prefix_caching": enable_prefix_caching,
-        "max_logprobs": max_logprobs,
-        "token_feedback": token_feedback,
-        "num_microbatches": options.parse_num_microbatches(num_microbatches),
-        "link_latency_ms": link_latency_ms,
-        "link_bandwidth_mbps": link_bandwidth_mbps,
-        "cpu_threads": cpu_threads,
-        "cpu_bind": cpu_bind,
-        "seed": seed,
-        "master_addr": master_addr,
-        "master_port": master_port,
-        "stall_timeout": stall_timeout,
-    }
+    engine_settings = options.engine_settings(context)
     # A wrong value is told before anything else happens.
     EngineConfig.of("serve", model, engine_settings)
     body_bytes = parse_size(max_body_size)

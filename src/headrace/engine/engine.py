@@ -84,7 +84,7 @@ class Engine:
     usage: list[StageUsage] = field(init=False)
     costs: list[CostFit] = field(init=False)
     link_time: LinkTime = field(init=False)
-    _detokenizer: Detokenizer = field(init=False)
+    detokenizer: Detokenizer = field(init=False)
     _bad_words: Callable[[tuple[str, ...]], list[list[int]]] = field(init=False)
     _token_text: Callable[[int], str] = field(init=False)
     _requests: dict[int, list[Sequence]] = field(default_factory=dict, init=False)
@@ -102,7 +102,7 @@ class Engine:
         most = self.scheduler.num_microbatches if self.tuner is None else self.tuner.most
         self.link_time = LinkTime(self.num_stages, window_of(most, self.num_stages))
         self._stall = StallWatch(self.stall_timeout)
-        self._detokenizer = Detokenizer(self.tokenizer)
+        self.detokenizer = Detokenizer(self.tokenizer)
         # Many prompts with the same words come one after the other.
         self._bad_words = lru_cache(maxsize=16)(self._tokens_of)
         self._token_text = lru_cache(maxsize=65536)(
@@ -146,7 +146,7 @@ class Engine:
                 stops = StopStrings(
                     tuple(params.stop), params.include_stop_str_in_output, params.min_tokens
                 )
-            self._texts[sequence] = _Text(self._detokenizer.stream(), stops)
+            self._texts[sequence] = _Text(self.detokenizer.stream(), stops)
         return request_id
 
     def abort(self, request_id: int) -> list[OutputDelta]:

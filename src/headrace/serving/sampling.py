@@ -32,8 +32,6 @@ def sampling_params(
     fields: dict[str, Any] = {
         name: value for name in _SHARED if (value := getattr(body, name)) is not None
     }
-    if body.logit_bias == {}:
-        del fields["logit_bias"]
     try:
         return SamplingParams(n=n, max_tokens=max_tokens, logprobs=logprobs, **fields)
     except UsageError as error:

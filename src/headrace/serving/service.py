@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from headrace.async_llm import AsyncLLM
-from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.outputs import OutputDelta
 from headrace.engine.request import FinishReason as EngineFinishReason
 from headrace.engine_thread import Submission
@@ -43,7 +42,7 @@ class Service:
         """The engine has loaded: requests are let in."""
         self.engine = engine
         tokenizer = engine.running.tokenizer
-        self._detokenizer = Detokenizer(tokenizer.core)
+        self._detokenizer = engine.running.engine.detokenizer
         self._longest_token = max(map(len, tokenizer.core.get_vocab()), default=1)
         self.metrics.attach(engine.running)
         try:
