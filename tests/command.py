@@ -45,7 +45,6 @@ class Command:
     environment: dict[str, str] = field(default_factory=dict)
     mark: Mark = field(default_factory=Mark, init=False)
     process: subprocess.Popen[bytes] = field(init=False)
-    started: float = field(default_factory=time.monotonic, init=False)
 
     def __post_init__(self) -> None:
         self.process = subprocess.Popen(
@@ -62,10 +61,7 @@ class Command:
             out, err = self.process.communicate(self.stdin, timeout_s)
         finally:
             self.process.kill()
-        seconds = time.monotonic() - self.started
-        return Finished(
-            self.process.returncode, out.decode(), err.decode(), seconds, self.processes()
-        )
+        return Finished(self.process.returncode, out.decode(), err.decode(), self.processes())
 
     def __enter__(self) -> "Command":
         return self
@@ -88,12 +84,11 @@ class Command:
 
 @dataclass(frozen=True)
 class Finished:
-    """What a command printed, how long it took, and the processes still there afterwards."""
+    """What a command printed, and the processes still there afterwards."""
 
     code: int
     out: str
     err: str
-    seconds: float
     left: list[int]
 
 
@@ -101,10 +96,9 @@ def run(*arguments: str, stdin: bytes = b"", **environment: str) -> Finished:
     return Command(list(arguments), stdin, environment).finish()
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> float:
-    """Poll until condition holds; returns the seconds it took, AssertionError if never."""
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Poll until condition holds; AssertionError if it never does."""
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < timeout_s, "it did not happen in time"
         time.sleep(0.01)
-    return time.monotonic() - started

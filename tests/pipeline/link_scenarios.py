@@ -264,19 +264,20 @@ def a_burst_takes_the_latency_once_and_not_each(rank: Rank) -> Scenario:
 
 def waiting_costs_no_cpu(rank: Rank) -> Scenario:
     """Real processes only. Every other rank sends late; its neighbour waits meanwhile."""
-    late = rank.number % 2 == 1
+    late, pause_s = rank.number % 2 == 1, 0.3
     receives = [link.receive(rank.filled(-1, SMALL)) for _, link in rank.incoming()]
     yield Meet()
     sends = []
     if late:
-        yield Pause(0.3)
+        yield Pause(pause_s)
         sends = [link.send(rank.filled(3, SMALL)) for _, link in rank.outgoing()]
     began, cpu_s = rank.now(), time.process_time()
     for receive in receives:
         yield Wait(receive)
     waited_s, cpu_s = rank.now() - began, time.process_time() - cpu_s
     if not late:
-        assert cpu_s < waited_s / 4
+        # On a busy machine the pause may be over before the wait begins.
+        assert cpu_s < max(waited_s, pause_s) / 4
         sends = [link.send(rank.filled(3, SMALL)) for _, link in rank.outgoing()]
     for send in sends:
         yield Wait(send)

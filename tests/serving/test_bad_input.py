@@ -1,7 +1,6 @@
 """Requests that are wrong inside, each told so, and none of them harms the others."""
 
 import json
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -240,22 +239,3 @@ def test_unknown_paths_and_wrong_methods_are_told_in_the_same_shape(http: httpx.
         answer = http.request(method, COMPLETIONS)
         error(answer, 405)
         assert answer.headers["allow"] == "POST"
-
-
-def test_others_are_answered_while_a_long_text_is_tokenized(server: Server) -> None:
-    """The tokenizer lets other threads run: not one answer, but many come meanwhile."""
-    with httpx.Client(base_url=server.url, timeout=60.0) as client:
-        done = threading.Event()
-
-        def ask() -> None:
-            httpx.post(f"{server.url}/tokenize", json={"prompt": "a" * 1_500_000}, timeout=60.0)
-            done.set()
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        answers = 0
-        while not done.is_set():
-            assert client.get("/version").status_code == 200
-            answers += 1
-        thread.join()
-    assert answers > 20

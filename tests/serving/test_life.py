@@ -108,23 +108,34 @@ def test_sigterm_lets_what_runs_end_and_takes_nothing_new() -> None:
     ):
         leave_in_many_ways(server)
         assert kept.get("/health").status_code == 200
-        # Long enough for all that comes until SIGTERM, whatever else this machine does.
         with streaming(server, max_tokens=300, n=2) as events, ThreadPoolExecutor(1) as pool:
             # What shows the prompt's tokens needs the tokenizer until the end.
             body = {"prompt": [1], "echo": True, "max_tokens": 300}
             whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60.0)
             wait_for(server.url, num_requests_running=3.0)
-            send(server, signal.SIGTERM)
-            wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
-            assert "shutting down" in refused(kept)
-            with httpx.Client(base_url=server.url) as new:
-                assert "shutting down" in refused(new)
+            with standing_stages(server):
+                send(server, signal.SIGTERM)
+                wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+                assert "shutting down" in refused(kept)
+                with httpx.Client(base_url=server.url) as new:
+                    assert "shutting down" in refused(new)
             *rest, done = events
             reasons = [choice["finish_reason"] for e in rest for choice in e["choices"]]
             assert (reasons.count("length"), done) == (2, "[DONE]")
             assert whole.result().json()["usage"]["completion_tokens"] == 300
         # At once, since nothing is open any more, though it might go on draining for an hour.
         assert end_of(server)[:2] == (0, "ended in order")
+
+
+@contextmanager
+def standing_stages(server: Server) -> Iterator[None]:
+    """Nothing that runs ends meanwhile."""
+    stages = server.command.stages()
+    for stage in stages:
+        os.kill(stage, signal.SIGSTOP)
+    yield
+    for stage in stages:
+        os.kill(stage, signal.SIGCONT)
 
 
 def leave_in_many_ways(server: Server) -> None:
@@ -190,8 +201,8 @@ def test_a_second_signal_ends_what_still_runs_and_a_third_changes_nothing() -> N
         assert end_of(server)[:2] == (0, "ended in order")
 
 
-def test_a_request_has_its_time_and_a_stage_that_dies_ends_everything() -> None:
-    with running_server(*MODEL, "-pp", "2", "--request-timeout", "1.5") as server:
+def test_a_request_has_its_time() -> None:
+    with running_server(*MODEL, "--request-timeout", "1.5") as server:
         body = {"prompt": "w1", "max_tokens": 4000}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60.0)
         assert answer.status_code == 408
@@ -201,6 +212,11 @@ def test_a_request_has_its_time_and_a_stage_that_dies_ends_everything() -> None:
             assert error["type"] == "timeout_error"
             assert "--request-timeout" in error["message"]
         wait_until_idle(server.url)
+
+
+def test_a_stage_that_dies_ends_everything() -> None:
+    with running_server(*MODEL, "-pp", "2") as server:
+        body = {"prompt": "w1", "max_tokens": 4000}
         with streaming(server) as events, ThreadPoolExecutor(1) as pool:
             whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60.0)
             wait_for(server.url, num_requests_running=2.0)
