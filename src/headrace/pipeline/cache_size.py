@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from headrace.errors import StartError
+from headrace.pipeline.control_groups import memory_left
 
 
 def free_memory() -> int:
@@ -11,27 +12,8 @@ def free_memory() -> int:
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    for group in _control_groups():
-        try:
-            limit = (group / "memory.max").read_text(encoding="ascii").strip()
-            used = int((group / "memory.current").read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            continue
-        if limit != "max":
-            free = min(free, max(0, int(limit) - used))
-    return free
-
-
-def _control_groups() -> list[Path]:
-    """This process's group and those above it (cgroup v2)."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    own = next((line[3:] for line in lines if line.startswith("0::")), "/")
-    group = root / own.strip("/")
-    return [group, *(parent for parent in group.parents if parent.is_relative_to(root))]
+    allowed = memory_left()
+    return free if allowed is None else min(free, allowed)
 
 
 def choose_num_blocks(
