@@ -8,10 +8,17 @@ import pytest
 from openai import OpenAI
 
 from headrace import LLM
-from serving.running_server import Server, running_server
+from serving.running_server import Server, check_standstills, running_server
 from serving.tiny_model import MAX_QUEUED, MAX_SEQUENCES, MODEL, OTHER_NAME, write_chat_model
 
 _KV_CACHE = "64MiB"
+
+
+@pytest.fixture(autouse=True)
+def nothing_keeps_an_event_loop() -> Iterator[None]:
+    """A test fails if it made a server's event loop stand still."""
+    yield
+    check_standstills()
 
 
 @pytest.fixture(scope="session")

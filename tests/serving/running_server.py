@@ -7,27 +7,35 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from command import Command
+from headrace.serving.loop_watch import STOOD_STILL
+
+# Those that are up.
+_up: list["Server"] = []
 
 
 @dataclass
 class Server:
     """A server that is up. lines: what it has printed on standard output, log: on the other, which
-    reader reads until its end."""
+    reader reads until its end; told: lines of it in which standstills were looked for."""
 
     command: Command
     url: str
     lines: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     reader: threading.Thread = field(init=False)
+    told: int = field(default=0, init=False)
 
 
 @contextmanager
 def running_server(*arguments: str, ready: bool = True, **environment: str) -> Iterator[Server]:
     """Start it on a free port; ready: wait until it answers requests, not only listens.
 
-    Nothing of it is left afterwards.
+    Nothing of it is left afterwards. AssertionError in the end if its event loop stood still.
     """
-    command = Command(["serve", "--port", "0", *arguments], environment=environment)
+    command = Command(
+        ["serve", "--port", "0", *arguments],
+        environment={"HEADRACE_WATCH_LOOP": "1", **environment},
+    )
     with command:
         server = Server(command, "")
         assert command.process.stdout is not None
@@ -47,11 +55,23 @@ def running_server(*arguments: str, ready: bool = True, **environment: str) -> I
         else:
             server.reader.join()
             raise AssertionError(f"the server did not start: {''.join(server.log)}")
+        _up.append(server)
         try:
             yield server
         finally:
+            _up.remove(server)
             _end(command)
             server.reader.join()
+    check_standstills(server)
+
+
+def check_standstills(*servers: Server) -> None:
+    """Raises AssertionError if the event loop of a server stood still; none: of any that is up."""
+    for server in servers or _up:
+        found = [line for line in server.log[server.told :] if STOOD_STILL in line]
+        # Not the next test's fault.
+        server.told = len(server.log)
+        assert not found, "".join(found)
 
 
 def _end(command: Command) -> None:

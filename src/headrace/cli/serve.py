@@ -19,6 +19,7 @@ from headrace.serving.loading import EngineLoader
 from headrace.serving.settings import ServerSettings, parse_list
 
 _KEY_VARIABLE = "HEADRACE_API_KEY"
+_WATCH_VARIABLE = "HEADRACE_WATCH_LOOP"
 
 
 def serve(
@@ -107,6 +108,7 @@ def serve(
         allow_credentials=allow_credentials,
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
+        watch_loop=_WATCH_VARIABLE in os.environ,
     )
     _log_to_standard_error()
     listener = listen(settings)

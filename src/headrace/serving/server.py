@@ -17,6 +17,7 @@ from headrace.errors import UsageError
 from headrace.serving.app import make_app
 from headrace.serving.connection import with_timeout
 from headrace.serving.loading import EngineLoader
+from headrace.serving.loop_watch import watched
 from headrace.serving.service import Service
 from headrace.serving.settings import ServerSettings
 
@@ -54,7 +55,8 @@ def run_server(
     service = Service(settings)
     server = _Uvicorn(_uvicorn_config(service))
     on_listening()
-    uvloop.run(_run(service, server, listener, loader, on_ready))
+    life = _run(service, server, listener, loader, on_ready)
+    uvloop.run(watched(life) if settings.watch_loop else life)
 
 
 def _uvicorn_config(service: Service) -> uvicorn.Config:

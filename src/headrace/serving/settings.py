@@ -18,6 +18,7 @@ class ServerSettings:
     to arrive. request_timeout: seconds for a whole answer, None for any. drain_timeout: seconds
     for running requests to end once the server is to.
     allowed_origins, _methods, _headers: what browsers on other sites may do (CORS).
+    watch_loop: log what keeps the event loop from everybody else (loop_watch.py).
     """
 
     served_model_names: tuple[str, ...]
@@ -35,6 +36,7 @@ class ServerSettings:
     allow_credentials: bool = False
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
+    watch_loop: bool = False
 
     def __post_init__(self) -> None:
         if not self.host:
