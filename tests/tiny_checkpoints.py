@@ -1,5 +1,6 @@
 """Random checkpoints of a few thousand weights: directories by transformers, files by gguf."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,14 @@ def write_tiny_gguf(
     heads: int = 4,
     kv_heads: int = 2,
     chat_template: str | None = None,
+    pieces: Sequence[str] | None = None,
+    add: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> Path:
     """A Llama model of 4 layers in one file, with the same byte-level tokenizer.
 
     Starts faster than a directory, whose configuration and tokenizer come through transformers.
+    pieces: a SentencePiece vocabulary instead, these from id 259 on, after <unk>, <s>, </s> and the
+    bytes. add: writes more metadata.
     """
     hidden, inner, vocab, layers = 32, 48, 300, 4
     writer = gguf.GGUFWriter(path, "llama")
@@ -72,37 +77,48 @@ def write_tiny_gguf(
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(_byte_tokens())
-    writer.add_token_types([1] * 299 + [3])
-    # The format has no empty arrays, so there is one merge.
-    writer.add_token_merges(["z z"])
-    writer.add_add_bos_token(False)
-    writer.add_eos_token_id(299)
+    if pieces is None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(_byte_tokens())
+        writer.add_token_types([1] * 299 + [3])
+        # The format has no empty arrays, so there is one merge.
+        writer.add_token_merges(["z z"])
+        writer.add_add_bos_token(False)
+        writer.add_eos_token_id(299)
+    else:
+        tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+        tokens += [f"<filler{number}>" for number in range(len(tokens), vocab)]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([-float(number) for number in range(vocab)])
+        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (vocab - 259))
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+    add(writer)
     if chat_template is not None:
         writer.add_chat_template(chat_template)
     random = np.random.default_rng(0)
 
-    def add(name: str, *shape: int) -> None:
+    def write(name: str, *shape: int) -> None:
         tensor = random.normal(scale=0.2, size=shape) if len(shape) > 1 else np.ones(shape)
         writer.add_tensor(name, tensor.astype(np.float32))
 
-    add("token_embd.weight", vocab, hidden)
-    add("output_norm.weight", hidden)
-    add("output.weight", vocab, hidden)
+    write("token_embd.weight", vocab, hidden)
+    write("output_norm.weight", hidden)
+    write("output.weight", vocab, hidden)
     narrow = hidden * kv_heads // heads
     for layer in range(layers):
         at = f"blk.{layer}"
-        add(f"{at}.attn_norm.weight", hidden)
-        add(f"{at}.attn_q.weight", hidden, hidden)
-        add(f"{at}.attn_k.weight", narrow, hidden)
-        add(f"{at}.attn_v.weight", narrow, hidden)
-        add(f"{at}.attn_output.weight", hidden, hidden)
-        add(f"{at}.ffn_norm.weight", hidden)
-        add(f"{at}.ffn_gate.weight", inner, hidden)
-        add(f"{at}.ffn_up.weight", inner, hidden)
-        add(f"{at}.ffn_down.weight", hidden, inner)
+        write(f"{at}.attn_norm.weight", hidden)
+        write(f"{at}.attn_q.weight", hidden, hidden)
+        write(f"{at}.attn_k.weight", narrow, hidden)
+        write(f"{at}.attn_v.weight", narrow, hidden)
+        write(f"{at}.attn_output.weight", hidden, hidden)
+        write(f"{at}.ffn_norm.weight", hidden)
+        write(f"{at}.ffn_gate.weight", inner, hidden)
+        write(f"{at}.ffn_up.weight", inner, hidden)
+        write(f"{at}.ffn_down.weight", hidden, inner)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,6 +1,7 @@
 """Text comes out piece by piece exactly as it would in one go, and no later than it must."""
 
 import re
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -147,6 +148,101 @@ def test_pieces_of_any_tokens_add_up_to_the_whole_text(name: str) -> None:
         assert "".join(pieces) + rest == whole(tokenizer, tokens)
 
     check()
+
+
+READERS = {
+    name: Detokenizer(tokenizer, skip_special_tokens=False)
+    for name, tokenizer in TOKENIZERS.items()
+}
+# Where a token's own text does not depend on the tokens around it.
+READABLE = [name for name in TOKENIZERS if name not in ("BPEDecoder", "CTC")]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_an_answer_is_the_continuation_of_its_prompt(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    size = tokenizer.get_vocab_size()
+    tokens_of_all_kinds = st.integers(0, size + 1) | st.integers(max(0, size - 20), size - 1)
+
+    @given(st.lists(tokens_of_all_kinds, max_size=16), st.lists(tokens_of_all_kinds, max_size=8))
+    @settings(max_examples=100, deadline=None)
+    def check(prompt: list[int], answer: list[int]) -> None:
+        assume(not spoils_whole_characters(tokenizer, prompt + answer))
+        before = "".join(map(DETOKENIZERS[name].stream().push, prompt))
+        stream = DETOKENIZERS[name].stream(prompt)
+        text = "".join(map(stream.push, answer)) + stream.finish()
+        assert before + text == whole(tokenizer, prompt + answer)
+
+    check()
+
+
+@pytest.mark.parametrize("prompt", [[], ["<s>"], ["<s>", "▁"]])
+def test_the_first_space_of_a_text_is_the_first_one_after_a_prompt_without_text(
+    prompt: list[str],
+) -> None:
+    the, cat = id_of(LLAMA2, "▁the"), id_of(LLAMA2, "▁cat")
+    ids = [id_of(LLAMA2, content) for content in prompt]
+    stream = DETOKENIZERS["SentencePiece"].stream(ids)
+    first = " the" if "▁" in prompt else "the"
+    assert [stream.push(the), stream.push(cat)] == [first, " cat"]
+    stream = DETOKENIZERS["SentencePiece"].stream([*ids, cat])
+    assert stream.push(the) == " the"
+
+
+def test_only_the_end_of_a_prompt_is_looked_at() -> None:
+    class Once(list[int]):
+        """A prompt whose first tokens nobody may look at."""
+
+        def __reversed__(self) -> Iterator[int]:
+            for token in super().__reversed__():
+                assert token != 0, "the beginning was looked at"
+                yield token
+
+    for name, end in [("byte level", [65, 66, 67]), ("SentencePiece", [257, 0xE6])]:
+        stream = DETOKENIZERS[name].stream(Once([0] * 10 + end))
+        assert stream.push(65) in ("A", "\ufffdA", "")
+
+
+@pytest.mark.parametrize("name", READABLE)
+def test_what_tokens_read_like_and_their_bytes_add_up_to_the_text(name: str) -> None:
+    tokenizer, reader = TOKENIZERS[name], READERS[name]
+    size = tokenizer.get_vocab_size()
+    tokens_of_all_kinds = st.integers(0, size + 1) | st.integers(max(0, size - 20), size - 1)
+
+    @given(st.lists(tokens_of_all_kinds, min_size=1, max_size=12))
+    @settings(max_examples=100, deadline=None)
+    def check(tokens: list[int]) -> None:
+        # After something that is a text already, or the beginning would lose its space.
+        before = id_of(tokenizer, "s" if "Sentence" in name else "b")
+        stream = reader.stream([before])
+        pieces = [stream.push(token) for token in tokens]
+        text = "".join(pieces) + stream.finish()
+        data = b"".join(map(reader.bytes_of, tokens))
+        readings = [reader.text_of(token) for token in tokens]
+        assert [len(reading) > 0 for reading in readings] == [
+            len(reader.bytes_of(token)) > 0 for token in tokens
+        ]
+        whole_text = tokenizer.decode([before, *tokens], skip_special_tokens=False)
+        alone = tokenizer.decode([before], skip_special_tokens=False)
+        if "\ufffd" not in text:
+            assert alone + text == whole_text
+            assert data.decode() == text
+        if "\ufffd" not in "".join(readings):
+            assert "".join(readings) == text
+
+    check()
+
+
+def test_no_two_pieces_of_a_sentencepiece_vocabulary_read_alike_for_want_of_a_space() -> None:
+    reader = READERS["SentencePiece"]
+    pieces = [token for token in range(256, LLAMA2.get_vocab_size()) if token != 0x20]
+    readings = [reader.text_of(token) for token in pieces]
+    # A piece that is written like another one's byte or mark is that text.
+    assert len(set(readings)) == len(readings)
+    assert reader.text_of(id_of(LLAMA2, "▁the")) == " the"
+    assert reader.text_of(id_of(LLAMA2, "<s>")) == "<s>"
+    assert reader.text_of(0xE6) == "\ufffd"
+    assert reader.bytes_of(0xE6) == b"\xe6"
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -202,7 +202,7 @@ def test_a_stop_string_ends_a_sequence_whose_last_token_would_have_ended_it_anyw
     # Every token is "t3"; a blank is between them.
     target.add([1], SamplingParams(max_tokens=2, stop="3 t"))
     deltas = run(target)
-    assert "".join(delta.text for delta in deltas) == "t"
+    assert "".join(delta.text for delta in deltas) == " t"
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "3 t")
     assert target.scheduler.free_blocks == 64
 
@@ -210,7 +210,7 @@ def test_a_stop_string_ends_a_sequence_whose_last_token_would_have_ended_it_anyw
 def test_what_was_held_back_for_a_stop_string_comes_at_the_end() -> None:
     target = engine(Pipeline())
     target.add([1], SamplingParams(max_tokens=2, stop="t3 t3 t3"))
-    assert "".join(delta.text for delta in run(target)) == "t3 t3"
+    assert "".join(delta.text for delta in run(target)) == " t3 t3"
 
 
 def test_an_abort_gives_the_text_that_was_held_back() -> None:

@@ -1,5 +1,6 @@
 """/v1/completions through the official client, compared with the same model offline."""
 
+import codecs
 import math
 from typing import Any
 
@@ -7,6 +8,7 @@ import openai
 import pytest
 from openai import OpenAI
 from openai.types import CompletionChoice
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from headrace import LLM, SamplingParams
 from headrace.engine.outputs import CompletionOutput, Logprobs
@@ -204,8 +206,29 @@ def test_best_of_gives_those_with_the_highest_mean_log_probability(
     assert answer.usage.completion_tokens == sum(len(c.token_ids) for c in output.outputs)
 
 
+def beginnings(llm: LLM, prompt: list[int], answer: list[int]) -> list[int]:
+    """Where each token begins in the text, if it is no part of a character."""
+    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    found, length = [], 0
+    for place, token in enumerate([*prompt, *answer]):
+        content = str(llm.running.tokenizer.core.id_to_token(token))
+        data = bytes(byte_of[letter] for letter in content)
+        if place >= len(prompt) and token == END_TOKEN:
+            data = b""
+        pending = bool(decoder.getstate()[0])
+        # ASCII ends what is unfinished.
+        found.append(length + (pending and data[:1] != b"" and data[0] < 0x80))
+        length += len(decoder.decode(data))
+    return found
+
+
 def check_logprobs(
-    choice: CompletionChoice, tokens: list[int], entries: list[Logprobs | None], count: int
+    choice: CompletionChoice,
+    tokens: list[int],
+    entries: list[Logprobs | None],
+    count: int,
+    offsets: list[int],
 ) -> None:
     """Of all tokens in order, None for the first of a prompt."""
     found = choice.logprobs
@@ -215,15 +238,15 @@ def check_logprobs(
     tops: list[Any] = list(found.top_logprobs or ())
     logprobs: list[Any] = list(found.token_logprobs or ())
     assert len(found.tokens) == len(logprobs) == len(tops) == len(tokens)
-    offset = 0
     assert found.text_offset is not None
+    assert found.text_offset == sorted(found.text_offset)
     for place, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
-        assert found.text_offset[place] == offset
-        offset += len(found.tokens[place])
         if entry is None:
             assert (logprobs[place], tops[place]) == (None, None)
             continue
         assert found.tokens[place] == entry[token].decoded_token
+        if "\ufffd" not in found.tokens[place]:
+            assert found.text_offset[place] == offsets[place]
         assert logprobs[place] == pytest.approx(entry[token].logprob, abs=1e-5)
         texts = {other.decoded_token for other in entry.values()}
         assert set(tops[place]) == texts
@@ -236,7 +259,8 @@ def test_log_probabilities_are_those_of_offline(client: OpenAI, llm: LLM) -> Non
     (choice,) = complete(client, PROMPT, {**SEEDED, "logprobs": 3}).choices
     check(choice, expected)
     assert expected.logprobs is not None
-    check_logprobs(choice, expected.token_ids, list(expected.logprobs), 3)
+    ids = expected.token_ids
+    check_logprobs(choice, ids, list(expected.logprobs), 3, beginnings(llm, [], ids))
     (choice,) = complete(client, PROMPT, {**SEEDED, "logprobs": 0}).choices
     assert choice.logprobs is not None
     assert choice.logprobs.top_logprobs is not None
@@ -287,9 +311,10 @@ def test_echo_begins_with_the_prompt_and_its_log_probabilities(
             if logprobs is None:
                 assert choice.logprobs is None
                 continue
-            tokens = ids + completion.token_ids[:max_tokens]
+            answered = completion.token_ids[:max_tokens]
             entries = output.prompt_logprobs + (completion.logprobs or [])[:max_tokens]
-            check_logprobs(choice, tokens, entries, 2)
+            offsets = beginnings(llm, ids, answered)
+            check_logprobs(choice, ids + answered, entries, 2, offsets)
 
 
 def decode(llm: LLM, tokens: list[int]) -> str:

@@ -72,6 +72,17 @@ class Tokenizer:
         batch = self.core.encode_batch_fast([_checked(text)], add_special_tokens=add_special_tokens)
         return list(batch[0].ids)
 
+    def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Where each token that `encode` gives begins, in characters of the text: parts of one
+        character where that does, and what is no part of the text, such as the start token, where
+        the token before it ended."""
+        batch = self.core.encode_batch([_checked(text)], add_special_tokens=add_special_tokens)
+        starts, last = [], 0
+        for start, end in batch[0].offsets:
+            starts.append(start if end > start else last)
+            last = max(last, end)
+        return starts
+
     @property
     def knows_tool_calls(self) -> bool:
         """Whether the chat template shows an answer's calls of tools, or would leave them out."""
@@ -103,6 +114,15 @@ class Tokenizer:
         return text
 
 
+def _count_spaces(core: tokenizers.Tokenizer) -> None:
+    """Have offsets count a token's first space, which byte-level tokenizers may leave out."""
+    processor = core.post_processor
+    if processor is not None:
+        trims, counts = b'"trim_offsets":true', b'"trim_offsets":false'
+        processor.__setstate__(processor.__getstate__().replace(trims, counts))
+        core.post_processor = processor
+
+
 def _checked(text: str) -> str:
     try:
         text.encode("utf-8")
@@ -124,6 +144,7 @@ def tokenizer_from_huggingface(path: Path) -> Tokenizer:
             # A tokenizer.json may carry settings for training, which would cut prompts silently.
             core.no_truncation()
             core.no_padding()
+            _count_spaces(core)
     except Exception as error:
         if not (path / "tokenizer.json").is_file():
             raise ModelError(

@@ -11,7 +11,7 @@ The first two cost a look-up a token in the common case.
 import json
 import re
 from codecs import utf_8_decode
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from tokenizers import Tokenizer, decoders
@@ -30,6 +30,8 @@ _BYTE_TOKEN = re.compile(r"<0x[+0-9A-Fa-f][0-9A-Fa-f]>")
 _INCOMPLETE = "\ufffd"
 # A character has at most four bytes, hence at most so many tokens.
 _MOST_TOKENS_OF_CHARACTER = 4
+# Bytes that an unfinished character may have.
+_MOST_UNFINISHED = 3
 # Decoders that look at one token at a time and at whether it is the first (ByteFallback: and at
 # runs of byte tokens).
 _TOKEN_DECODERS = frozenset({"Replace", "ByteFallback", "Metaspace", "WordPiece", "Strip"})
@@ -38,7 +40,8 @@ _BEFORE = ["a"]
 
 
 class TextStream(Protocol):
-    """The text of one sequence. All that `push` and `finish` return, joined, is the whole text."""
+    """The text of one sequence after its prompt. All that `push` and `finish` return, joined, is
+    the whole text."""
 
     def push(self, token: int) -> str:
         """The text that this token completed; never part of a character."""
@@ -50,9 +53,9 @@ class TextStream(Protocol):
 class Detokenizer:
     """What the streams of all sequences share; made once, and fast whatever the vocabulary.
 
-    Streams give exactly what `tokenizer.decode(tokens, skip_special_tokens=True)` gives for all
-    tokens of a sequence: special tokens and ids without a token have no text, invalid UTF-8 is
-    replaced by U+FFFD. When text is held back:
+    Streams give exactly what `tokenizer.decode(tokens, skip_special_tokens)` gives for all tokens
+    of a sequence: ids without a token have no text, nor have special tokens if they are skipped,
+    and invalid UTF-8 is replaced by U+FFFD. When text is held back:
     - bytes: while they may be the beginning of a character, so three at most;
     - SentencePiece's byte tokens (<0xE6>): until the run of them is whole characters; otherwise
       until another kind of token ends it. Decoded at once, one invalid byte would also make U+FFFD
@@ -62,10 +65,12 @@ class Detokenizer:
       look further back than that may give other text than they do in one go.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().values()
-        self._special = frozenset(token.content for token in added if token.special)
+        self._skipped = frozenset(
+            token.content for token in added if token.special and skip_special_tokens
+        )
         self._decoder: decoders.Decoder | None = tokenizer.decoder
         chain = _chain(self._decoder)
         kinds = [str(link["type"]) for link in chain]
@@ -85,23 +90,69 @@ class Detokenizer:
             self._texts = _Remembered(self._text_of_bytes)
         else:
             self._texts = _Remembered(self._text_inside)
+        self._readings = _Remembered(lambda token: self.bytes_of(token).decode("utf-8", "replace"))
 
-    def stream(self) -> TextStream:
-        """The text of a new sequence."""
+    def stream(self, prompt: Sequence[int] = ()) -> TextStream:
+        """The text of a new sequence: what its tokens add to the text of its prompt.
+
+        So the first space is there unless the prompt has no text, and a character that the prompt
+        began belongs to what comes after it. Costs the prompt's last few tokens, as a rule.
+        """
         if self._spelled_in_bytes:
-            return _ByteStream(self._texts, self._bytes)
-        return _TokenStream(self._texts, self._contents, self._decode, self._token_by_token)
+            return _ByteStream(self._texts, self._bytes, self._unfinished_bytes(prompt))
+        stream = _TokenStream(self._texts, self._contents, self._decode, self._token_by_token)
+        if self._token_by_token:
+            inside, end = self._end_after_text(prompt)
+            if inside:
+                stream.begin_inside()
+        else:
+            end = self._last_tokens(prompt, 2 * _MOST_TOKENS_OF_CHARACTER)
+        for token in end:
+            stream.push(token)
+        return stream
 
-    def bytes_of(self, token: int) -> bytes | None:
-        """The bytes that a token stands for, maybe part of a character; None for one that stands
-        for text, and for special ones."""
-        content = self._contents[token]
-        if content is None:
-            return None
+    def text_of(self, token: int) -> str:
+        """How a token reads inside a text, after another one; part of a character as U+FFFD."""
+        return self._readings[token]
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that a token stands for, maybe part of a character; the UTF-8 of how it reads
+        if it stands for text."""
         if self._spelled_in_bytes:
             return self._bytes[token]
-        is_byte = self._has_byte_tokens and _BYTE_TOKEN.fullmatch(content)
-        return bytes([int(content[3:5], 16)]) if is_byte else None
+        text = self._texts[token]
+        return bytes([self._byte_of(token)]) if text is None else text.encode()
+
+    def _unfinished_bytes(self, prompt: Sequence[int]) -> bytes:
+        """Those at the prompt's end that may be the beginning of a character."""
+        tail = b""
+        for token in reversed(prompt):
+            tail = self._bytes[token] + tail
+            if len(tail) >= _MOST_UNFINISHED:
+                break
+        # Where the bytes before are missing, what is left of their character is no beginning.
+        return tail[utf_8_decode(tail, "replace")[1] :]
+
+    def _end_after_text(self, prompt: Sequence[int]) -> tuple[bool, list[int]]:
+        """Whether some token of the prompt is text that no decoder takes for a text's beginning,
+        and the tokens after the last of those."""
+        end: list[int] = []
+        for token in reversed(prompt):
+            text = self._texts[token]
+            if text is not None and text.strip():
+                return True, end[::-1]
+            end.append(token)
+        return False, end[::-1]
+
+    def _last_tokens(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The prompt's last tokens that have a part in its text."""
+        end: list[int] = []
+        for token in reversed(prompt):
+            if len(end) == count:
+                break
+            if self._contents[token] is not None:
+                end.append(token)
+        return end[::-1]
 
     def _decode(self, contents: list[str]) -> str:
         if self._decoder is None:
@@ -112,7 +163,13 @@ class Detokenizer:
     def _content_of(self, token: int) -> str | None:
         """How the vocabulary writes the token; None if it has no part in the text."""
         content: str | None = self._tokenizer.id_to_token(token)
-        return None if content in self._special else content
+        return None if content in self._skipped else content
+
+    def _byte_of(self, token: int) -> int:
+        """What a byte token spells."""
+        content = self._contents[token]
+        assert content is not None
+        return int(content[3:5], 16)
 
     def _bytes_of(self, token: int) -> bytes:
         content = self._contents[token]
@@ -158,10 +215,12 @@ class _ByteStream:
 
     __slots__ = ("_bytes", "_texts", "_unfinished")
 
-    def __init__(self, texts: _Remembered[str | None], token_bytes: _Remembered[bytes]) -> None:
+    def __init__(
+        self, texts: _Remembered[str | None], token_bytes: _Remembered[bytes], unfinished: bytes
+    ) -> None:
         self._texts = texts
         self._bytes = token_bytes
-        self._unfinished = b""
+        self._unfinished = unfinished
 
     def push(self, token: int) -> str:
         if not self._unfinished:
@@ -242,16 +301,20 @@ class _TokenStream:
         self._held = []
         return text
 
+    def begin_inside(self) -> None:
+        """Go on as after a text whose decoding can change no more."""
+        self._context = _BEFORE
+        self._done = len(self._decode(_BEFORE))
+        self._held = []
+        self._inside = True
+
     def _decode_held(self) -> str:
         text = self._decode([*self._context, *self._held])
         piece = text[self._done :]
         if self._token_by_token:
             # A beginning without text goes on: decoders may still strip what follows it.
             if piece:
-                self._context = _BEFORE
-                self._done = len(self._decode(_BEFORE))
-                self._held = []
-                self._inside = True
+                self.begin_inside()
             return piece
         if text.endswith(_INCOMPLETE) and len(self._held) < _MOST_TOKENS_OF_CHARACTER:
             return ""

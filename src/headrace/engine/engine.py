@@ -69,6 +69,7 @@ class Engine:
     seconds, is how long nothing may come while a step is in flight, unless a stage computes.
     max_logprobs: of one position that a request may ask for, -1 for no limit. tuner: chooses the
     number of microbatches; None leaves it. costs: each stage's measured cost of a step.
+    detokenizer: makes the texts that callers get; reader: reads single tokens, special ones too.
     """
 
     scheduler: Scheduler
@@ -85,8 +86,8 @@ class Engine:
     costs: list[CostFit] = field(init=False)
     link_time: LinkTime = field(init=False)
     detokenizer: Detokenizer = field(init=False)
+    reader: Detokenizer = field(init=False)
     _bad_words: Callable[[tuple[str, ...]], list[list[int]]] = field(init=False)
-    _token_text: Callable[[int], str] = field(init=False)
     _requests: dict[int, list[Sequence]] = field(default_factory=dict, init=False)
     _texts: dict[Sequence, _Text] = field(default_factory=dict, init=False)
     # What steps carry whose reports are not all in.
@@ -103,11 +104,9 @@ class Engine:
         self.link_time = LinkTime(self.num_stages, window_of(most, self.num_stages))
         self._stall = StallWatch(self.stall_timeout)
         self.detokenizer = Detokenizer(self.tokenizer)
+        self.reader = Detokenizer(self.tokenizer, skip_special_tokens=False)
         # Many prompts with the same words come one after the other.
         self._bad_words = lru_cache(maxsize=16)(self._tokens_of)
-        self._token_text = lru_cache(maxsize=65536)(
-            lambda token: str(self.tokenizer.decode([token], skip_special_tokens=False))
-        )
 
     def add(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> int:
         """Queue a request and return its id; smaller priorities run first.
@@ -146,7 +145,7 @@ class Engine:
                 stops = StopStrings(
                     tuple(params.stop), params.include_stop_str_in_output, params.min_tokens
                 )
-            self._texts[sequence] = _Text(self.detokenizer.stream(), stops)
+            self._texts[sequence] = _Text(self.detokenizer.stream(prompt), stops)
         return request_id
 
     def abort(self, request_id: int) -> list[OutputDelta]:
@@ -289,14 +288,15 @@ class Engine:
 
     def _readable(self, entry: TokenLogprobs) -> Logprobs:
         """By token id, the likeliest in order; ids[0] is the token itself, wherever it ranks."""
+        text_of = self.reader.text_of
         found: Logprobs = {
-            entry.ids[0]: Logprob(entry.logprobs[0], entry.rank, self._token_text(entry.ids[0]))
+            entry.ids[0]: Logprob(entry.logprobs[0], entry.rank, text_of(entry.ids[0]))
         }
         for place, (token, logprob) in enumerate(
             zip(entry.ids[1:], entry.logprobs[1:], strict=True), start=1
         ):
             if token not in found:
-                found[token] = Logprob(logprob, place, self._token_text(token))
+                found[token] = Logprob(logprob, place, text_of(token))
         return found
 
     def _take(self, messages: Iterable[Result | Report]) -> list[OutputDelta]:

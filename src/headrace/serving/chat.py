@@ -110,7 +110,7 @@ class _Answer:
     def __init__(
         self, service: Service, body: ChatBody, params: SamplingParams, prompt: list[int]
     ) -> None:
-        self._service = service
+        self._bytes_of = service.ready().running.engine.reader.bytes_of
         self.body = body
         self.params = params
         self.prompt = prompt
@@ -133,7 +133,7 @@ class _Answer:
         if not self.body.logprobs:
             return None
         as_ids = bool(self.body.return_tokens_as_token_ids)
-        return chat_logprobs(tokens, self.body.top_logprobs or 0, as_ids, self._service.token_bytes)
+        return chat_logprobs(tokens, self.body.top_logprobs or 0, as_ids, self._bytes_of)
 
 
 async def _whole(answer: _Answer, generation: Generation) -> Chat:

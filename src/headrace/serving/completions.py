@@ -9,8 +9,9 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
-from tokenizers import Tokenizer
 
+from headrace.engine.detokenizer import Detokenizer
+from headrace.engine.engine import Engine
 from headrace.engine.outputs import (
     CompletionOutput,
     Logprobs,
@@ -21,7 +22,7 @@ from headrace.engine.outputs import (
 from headrace.protocol.sampling_params import SamplingParams
 from headrace.serving.answers import EventStream, WholeAnswer
 from headrace.serving.errors import ApiError
-from headrace.serving.logprobs import completion_logprobs, prompt_logprobs
+from headrace.serving.logprobs import TextOffsets, completion_logprobs, prompt_logprobs
 from headrace.serving.requests import CompletionBody
 from headrace.serving.responses import (
     Completion,
@@ -35,8 +36,8 @@ from headrace.serving.service import Generation, Service, finish_reason
 from headrace.serving.usage import TokenCount
 
 _FIELDS = {name: name for name in CompletionBody.__struct_fields__}
-# A token with its text, and the log-probabilities of its place.
-_Token = tuple[int, str, Logprobs | None]
+# A token, how it reads, where it begins in the text, and the log-probabilities of its place.
+_Token = tuple[int, str, int, Logprobs | None]
 
 
 async def complete(service: Service, body: CompletionBody) -> Response:
@@ -69,9 +70,14 @@ async def complete(service: Service, body: CompletionBody) -> Response:
     # Before many prompts are tokenized in vain.
     service.check_count(len(texts_or_ids), params.n, fields)
     prompts = []
-    for text_or_ids in texts_or_ids:
+    shown: dict[int, _ShownPrompt] = {}
+    for number, text_or_ids in enumerate(texts_or_ids):
         if isinstance(text_or_ids, str):
-            text_or_ids = await service.encode(text_or_ids, special, "prompt")
+            text = text_or_ids
+            text_or_ids = await service.encode(text, special, "prompt")
+            asked = body.echo and body.logprobs is not None
+            offsets = await service.offsets(text, special) if asked else []
+            shown[number] = _ShownPrompt(text, offsets)
         check_room(
             len(text_or_ids),
             max_tokens,
@@ -80,14 +86,10 @@ async def complete(service: Service, body: CompletionBody) -> Response:
             field="max_tokens",
         )
         prompts.append(text_or_ids)
-    shown = [
-        given if isinstance(given, str) else ids
-        for given, ids in zip(texts_or_ids, prompts, strict=True)
-    ]
     answer = _Answer(
         body,
         body.model or service.model_name,
-        engine.running.tokenizer.core,
+        engine.running.engine,
         n,
         params,
         shown,
@@ -114,6 +116,24 @@ def _prompts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
     return prompts or [ids]
 
 
+@dataclass(frozen=True)
+class _ShownPrompt:
+    """What echo shows of a prompt. offsets: where its tokens begin there, if that is asked for."""
+
+    text: str
+    offsets: list[int]
+
+
+def _decoded(prompt: list[int], reader: Detokenizer, complete: bool) -> _ShownPrompt:
+    """Token ids as a text, with special tokens. complete: no answer follows, which a character
+    that the prompt begins would belong to."""
+    stream = reader.stream()
+    text = "".join(map(stream.push, prompt))
+    beginnings = TextOffsets(reader.stream(), 0)
+    offsets = [beginnings.next(token, reader.text_of(token)) for token in prompt]
+    return _ShownPrompt(text + stream.finish() if complete else text, offsets)
+
+
 class _Answer:
     """What is the same in all parts of an answer, and how its parts are made."""
 
@@ -121,17 +141,17 @@ class _Answer:
         self,
         body: CompletionBody,
         model: str,
-        core: Tokenizer,
+        engine: Engine,
         n: int,
         params: SamplingParams,
-        shown: Sequence[str | list[int]],
+        shown: dict[int, _ShownPrompt],
         prompts: list[list[int]],
     ) -> None:
-        self.core = core
+        self.engine = engine
         self.body = body
         self.n = n
         self.params = params
-        self.shown = shown
+        self._shown = shown
         self.prompts = prompts
         self.as_ids = bool(body.return_tokens_as_token_ids)
         self.id = f"cmpl-{uuid.uuid4().hex}"
@@ -142,29 +162,42 @@ class _Answer:
         kind: Literal["text_completion"] = "text_completion"
         return Completion(self.id, kind, self.created, self.model, choices, usage)
 
-    def prompt_text(self, number: int) -> str:
-        """What echo shows of a prompt."""
-        shown = self.shown[number]
-        if isinstance(shown, str):
-            return shown
-        return str(self.core.decode(shown, skip_special_tokens=False))
+    def shown(self, number: int) -> _ShownPrompt:
+        """What echo shows of a prompt that runs: token ids may be none before."""
+        if number not in self._shown:
+            complete = self.body.max_tokens == 0
+            self._shown[number] = _decoded(self.prompts[number], self.engine.reader, complete)
+        return self._shown[number]
 
     def prompt_tokens(self, number: int, entries: Sequence[Logprobs | None]) -> list[_Token]:
-        found: list[_Token] = []
-        for token, entry in zip(self.prompts[number], entries, strict=True):
-            text = (
-                str(self.core.decode([token], skip_special_tokens=False))
-                if entry is None
-                else entry[token].decoded_token
-            )
-            found.append((token, text, entry))
-        return found
+        tokens, offsets = self.prompts[number], self.shown(number).offsets
+        text_of = self.engine.reader.text_of
+        return [
+            (token, text_of(token), offset, entry)
+            for token, offset, entry in zip(tokens, offsets, entries, strict=True)
+        ]
 
-    def logprobs_of(self, tokens: list[_Token], offset: int = 0) -> CompletionLogprobs | None:
+    def offsets_after(self, number: int) -> TextOffsets:
+        """Where the tokens of an answer to a prompt begin in what is shown."""
+        before = len(self.shown(number).text) if self.body.echo else 0
+        return TextOffsets(self.engine.detokenizer.stream(self.prompts[number]), before)
+
+    def tokens(
+        self, offsets: TextOffsets, ids: Sequence[int], logprobs: Sequence[Logprobs]
+    ) -> list[_Token]:
+        """The next tokens of an answer."""
+        text_of = self.engine.reader.text_of
+        return [
+            (token, reading, offsets.next(token, reading), entries)
+            for token, entries in zip(ids, logprobs, strict=True)
+            for reading in [text_of(token)]
+        ]
+
+    def logprobs_of(self, tokens: list[_Token]) -> CompletionLogprobs | None:
         """None unless they are asked for."""
         if self.body.logprobs is None:
             return None
-        return completion_logprobs(tokens, offset, self.as_ids)
+        return completion_logprobs(tokens, self.as_ids)
 
 
 async def _whole(answer: _Answer, generation: Generation) -> Completion:
@@ -199,12 +232,15 @@ def _choice(
 ) -> CompletionChoice:
     body = answer.body
     text = completion.text
-    tokens = _tokens(completion.token_ids, completion.logprobs)
+    tokens: list[_Token] = []
+    if body.logprobs is not None and completion.logprobs is not None:
+        offsets = answer.offsets_after(number)
+        tokens = answer.tokens(offsets, completion.token_ids, completion.logprobs)
     reason, stop_reason = finish_reason(completion.finish_reason), completion.stop_reason
     if body.max_tokens == 0:
         text, tokens, reason, stop_reason = "", [], "length", None
     if body.echo:
-        text = answer.prompt_text(number) + text
+        text = answer.shown(number).text + text
         if body.logprobs is not None:
             tokens = answer.prompt_tokens(number, output.prompt_logprobs or ()) + tokens
     shown: PromptLogprobs | UnsetType = UNSET
@@ -220,22 +256,14 @@ def _choice(
     )
 
 
-def _tokens(ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> list[_Token]:
-    if logprobs is None:
-        return []
-    return [
-        (token, entries[token].decoded_token, entries)
-        for token, entries in zip(ids, logprobs, strict=True)
-    ]
-
-
 @dataclass
 class _Progress:
-    """How far one choice's stream has come. offset: characters of its tokens so far. held: what
-    has to wait for the log-probabilities of the prompt, which come with the first completion."""
+    """How far one choice's stream has come. offsets: where its tokens begin, if that is asked for.
+    held: what has to wait for the log-probabilities of the prompt, which come with the first
+    completion."""
 
     begun: bool = False
-    offset: int = 0
+    offsets: TextOffsets | None = None
     held: list[OutputDelta] = field(default_factory=list)
 
 
@@ -283,9 +311,10 @@ def _piece(
     text = "".join([delta.text for delta in deltas])
     tokens: list[_Token] = []
     if body.logprobs is not None:
+        progress.offsets = progress.offsets or answer.offsets_after(number)
         for delta in deltas:
             if delta.token is not None and delta.logprobs is not None:
-                tokens += _tokens([delta.token], [delta.logprobs])
+                tokens += answer.tokens(progress.offsets, [delta.token], [delta.logprobs])
     last = deltas[-1]
     reason, stop_reason = finish_reason(last.finish_reason), last.stop_reason
     if body.max_tokens == 0:
@@ -294,11 +323,9 @@ def _piece(
     if not progress.begun:
         progress.begun = True
         if body.echo:
-            text = answer.prompt_text(number) + text
+            text = answer.shown(number).text + text
             if body.logprobs is not None:
                 tokens = answer.prompt_tokens(number, of_prompt) + tokens
         if body.prompt_logprobs is not None:
             shown = prompt_logprobs(of_prompt)
-    logprobs = answer.logprobs_of(tokens, progress.offset)
-    progress.offset += sum(len(token_text) for _, token_text, _ in tokens)
-    return CompletionChoice(place, text, logprobs, reason, stop_reason, shown)
+    return CompletionChoice(place, text, answer.logprobs_of(tokens), reason, stop_reason, shown)

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from headrace.engine.detokenizer import TextStream
 from headrace.engine.outputs import Logprob, Logprobs
 from headrace.serving.responses import (
     ChatLogprobs,
@@ -15,21 +17,42 @@ from headrace.serving.responses import (
 
 # JSON has no infinity; vLLM and OpenAI give this instead.
 _LEAST = -9999.0
+# How part of a character reads.
+_PART = "\ufffd"
+
+
+@dataclass
+class TextOffsets:
+    """Where tokens begin in a text that grows by them. stream: of that text; at: its length, in
+    characters, without those that are not complete."""
+
+    stream: TextStream
+    at: int
+
+    def next(self, token: int, reading: str) -> int:
+        """Where the next token begins, which reads like that; one that goes on with a character
+        does where the character does."""
+        begin = self.at
+        piece = self.stream.push(token)
+        self.at += len(piece)
+        if reading and reading[0] != _PART:
+            # It ended a character that nothing completed.
+            begin += len(piece) - len(piece.lstrip(_PART))
+        return begin
 
 
 def completion_logprobs(
-    tokens: Sequence[tuple[int, str, Logprobs | None]], offset: int, as_ids: bool
+    tokens: Sequence[tuple[int, str, int, Logprobs | None]], as_ids: bool
 ) -> CompletionLogprobs:
-    """Of tokens as (id, text, log-probabilities there or None for the first of a prompt).
+    """Of tokens as (id, how it reads, where it begins in the text, log-probabilities there or None
+    for the first of a prompt).
 
-    offset: characters before them. as_ids: write tokens as token_id:N, which are never ambiguous.
+    as_ids: write tokens as token_id:N, which are never ambiguous.
     """
     found = CompletionLogprobs([], [], [], [])
-    for token, text, entries in tokens:
-        shown = _shown(token, text, as_ids)
+    for token, text, offset, entries in tokens:
         found.text_offset.append(offset)
-        found.tokens.append(shown)
-        offset += len(text)
+        found.tokens.append(_shown(token, text, as_ids))
         if entries is None:
             found.token_logprobs.append(None)
             found.top_logprobs.append(None)
@@ -47,24 +70,24 @@ def chat_logprobs(
     tokens: Sequence[tuple[int, Logprobs]],
     top: int,
     as_ids: bool,
-    bytes_of: Callable[[int, str], bytes],
+    bytes_of: Callable[[int], bytes],
 ) -> ChatLogprobs:
     """Of tokens as (id, log-probabilities there); top: how many of the likeliest to show, -1 for
     all.
 
-    bytes_of: gives the bytes of a token, by its id and how it reads.
+    bytes_of: gives the bytes of a token.
     """
     content = []
     for token, entries in tokens:
         own = entries[token]
         text = _shown(token, own.decoded_token, as_ids)
         likeliest = [
-            TopLogprob(shown, _finite(entry), list(bytes_of(other, entry.decoded_token)))
+            TopLogprob(shown, _finite(entry), list(bytes_of(other)))
             for other, entry in _by_rank(entries)
             if top == -1 or entry.rank <= top
             for shown in [_shown(other, entry.decoded_token, as_ids)]
         ]
-        data = list(bytes_of(token, own.decoded_token))
+        data = list(bytes_of(token))
         content.append(TokenLogprob(text, _finite(own), data, likeliest))
     return ChatLogprobs(content)
 

@@ -42,7 +42,6 @@ class Service:
         """The engine has loaded: requests are let in."""
         self.engine = engine
         tokenizer = engine.running.tokenizer
-        self._detokenizer = engine.running.engine.detokenizer
         self._longest_token = max(map(len, tokenizer.core.get_vocab()), default=1)
         self.metrics.attach(engine.running)
         try:
@@ -110,10 +109,12 @@ class Service:
         except UsageError as error:
             raise ApiError(400, f"{field}: {error}", param=field) from error
 
-    def token_bytes(self, token: int, text: str) -> bytes:
-        """UTF-8 of how a token reads; where that is part of a character, just that part."""
-        part = self._detokenizer.bytes_of(token) if "\ufffd" in text else None
-        return text.encode() if part is None else part
+    async def offsets(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Where the tokens of a text that was encoded begin in it."""
+        offsets = self.ready().running.tokenizer.offsets
+        if len(text) > _LONG_TEXT:
+            return await asyncio.to_thread(offsets, text, add_special_tokens)
+        return offsets(text, add_special_tokens)
 
     async def begin(
         self,
