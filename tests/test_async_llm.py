@@ -5,11 +5,13 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from forks import in_fork
 from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.engine.outputs import RequestOutput
 from headrace.errors import PipelineError, UsageError
@@ -209,6 +211,62 @@ def test_a_bad_request_is_a_value_error_and_harms_no_other(
         return (await other).outputs[0].token_ids
 
     assert asyncio.run(run()) == expected["six"]
+
+
+def test_loops_in_several_threads_share_it_and_a_name_belongs_to_one_of_them(
+    engine: AsyncLLM, expected: dict[str, list[int]]
+) -> None:
+    async def run(prompt: str) -> list[list[int]]:
+        streams = [last_of(engine.generate(prompt, GREEDY)) for _ in range(5)]
+        return [output.outputs[0].token_ids for output in await asyncio.gather(*streams)]
+
+    async def name() -> str:
+        try:
+            stream = engine.generate("one", ENDLESS, "shared")
+            await anext(stream)
+            await asyncio.to_thread(both.wait)
+            await stream.aclose()
+        except UsageError as error:
+            both.wait()
+            return str(error)
+        return "taken"
+
+    both = threading.Barrier(2)
+    with ThreadPoolExecutor(3) as pool:
+        for prompt, answers in zip(PROMPTS, pool.map(asyncio.run, map(run, PROMPTS)), strict=True):
+            assert answers == [expected[prompt]] * 5
+        told = sorted(pool.map(asyncio.run, [name(), name()]))
+    assert told == ["request_id 'shared' is running already: choose another", "taken"]
+
+
+def test_a_fork_that_uses_it_is_told_so_at_once(
+    engine: AsyncLLM, expected: dict[str, list[int]]
+) -> None:
+    async def generate() -> None:
+        await last_of(engine.generate("one", GREEDY))
+
+    async def submit() -> None:
+        await engine.submit([[1]], GREEDY)
+
+    async def ended() -> None:
+        await engine.ended()
+
+    async def use_as_context() -> None:
+        async with engine:
+            raise UsageError("nothing else")
+
+    uses: list[Callable[[], object]] = [
+        lambda: asyncio.run(generate()),
+        lambda: asyncio.run(submit()),
+        lambda: asyncio.run(ended()),
+        engine.close,
+    ]
+    for use in uses:
+        assert in_fork(use).startswith("UsageError: this engine belongs to process ")
+    assert in_fork(lambda: asyncio.run(use_as_context())) == "UsageError: nothing else"
+    assert in_fork(engine._close_at_exit) == "nothing"
+    answer = asyncio.run(last_of(engine.generate("one", GREEDY)))
+    assert answer.outputs[0].token_ids == expected["one"]
 
 
 def test_closing_ends_running_requests_and_refuses_new_ones(model: str) -> None:

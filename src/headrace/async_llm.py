@@ -24,6 +24,8 @@ class AsyncLLM:
     Takes EngineConfig's settings as keyword arguments; loading blocks the caller, and calls check
     once a second or more often, which may raise to give up. Close it, or use
     it as a context manager (`with` or `async with`); a forgotten one is closed when Python exits.
+    Any number of event loops, each in a thread of its own, may use it at once. A process forked
+    from this one cannot: there UsageError is raised.
     """
 
     def __init__(
@@ -60,14 +62,15 @@ class AsyncLLM:
         check_type("request_id", request_id, str | None)
         (params,) = as_params(sampling_params, 1)
         (tokenized,) = as_prompts([prompt], self.running.tokenizer)
-        name = request_id
-        while name is None or (request_id is None and name in self._named):
-            name = str(next(self._numbers))
-        if name in self._named:
-            raise UsageError(f"request_id {name!r} is running already: choose another")
         request = Submission(self._thread, [tokenized.token_ids], params, priority)
+        names = map(str, self._numbers) if request_id is None else [request_id]
+        for name in names:
+            # Looked up and taken at once: another loop may be about to take the same name.
+            if self._named.setdefault(name, request) is request:
+                break
+        else:
+            raise UsageError(f"request_id {request_id!r} is running already: choose another")
         gatherer = OutputGatherer(name, tokenized.text, tokenized.token_ids, params)
-        self._named[name] = request
         try:
             self._thread.add(request)
             async for _, deltas in request:
@@ -110,11 +113,14 @@ class AsyncLLM:
 
     async def ended(self) -> HeadraceError:
         """Wait until no request is taken any more, and return why."""
+        self.running.stages.check_owner()
         # Shielded, since a waiter that is cancelled would cancel the others' future.
         return await asyncio.shield(asyncio.wrap_future(self._thread.ended))
 
     def close(self) -> None:
-        """Abort what runs and end the stages; waits until they have ended."""
+        """Abort what runs and end the stages; waits until they have ended. Raises UsageError in a
+        fork of the process that made it."""
+        self.running.stages.check_owner()
         self._thread.close()
 
     def __enter__(self) -> "AsyncLLM":
@@ -126,7 +132,7 @@ class AsyncLLM:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self._thread.close()
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
@@ -137,4 +143,4 @@ class AsyncLLM:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await asyncio.to_thread(self.close)
+        await asyncio.to_thread(self._thread.close)

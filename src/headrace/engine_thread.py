@@ -129,7 +129,9 @@ class EngineThread:
         self._thread.start()
 
     def add(self, submission: Submission) -> None:
-        """Have the engine take all prompts on, or none of them."""
+        """Have the engine take all prompts on, or none of them. Raises UsageError in a fork of the
+        engine's process."""
+        self._stages.check_owner()
         self._order(lambda: self._add(submission))
 
     def abort(self, submission: Submission) -> None:
@@ -140,10 +142,13 @@ class EngineThread:
         """Abort everything and end the stages; waits for it, however often it is called."""
         self._order(self._begin_closing)
         # The garbage collector may come by in the thread itself, which then ends by itself.
-        if threading.current_thread() is not self._thread:
+        if self._stages.owned and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _order(self, order: _Order) -> None:
+        if not self._stages.owned:
+            # A fork has neither the thread nor, for sure, the lock.
+            return
         with self._lock:
             if not self._done:
                 self._orders.put(order)

@@ -123,13 +123,18 @@ def launch(
         loaded = stages.wait_loaded(on_progress, check)
         for note in sorted({stage.note for stage in loaded if stage.note}):
             _log.warning(note)
-        num_blocks = choose_num_blocks(
-            [stage.cache_bytes_per_block for stage in loaded],
-            config.block_size,
-            max_model_len,
-            config.sequences,
-            config.kv_cache_bytes,
-            config.gpu_memory_utilization,
+        bytes_per_block = [stage.cache_bytes_per_block for stage in loaded]
+        num_blocks = stages.reserve_cache(
+            bytes_per_block,
+            lambda promised: choose_num_blocks(
+                bytes_per_block,
+                config.block_size,
+                max_model_len,
+                config.sequences,
+                config.kv_cache_bytes,
+                config.gpu_memory_utilization,
+                promised,
+            ),
         )
         stages.allocate_cache(num_blocks, on_progress, check)
     except BaseException:

@@ -1,5 +1,7 @@
 """Offline generation from Python, with vLLM's class and argument names."""
 
+import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +27,17 @@ from headrace.protocol.sampling_params import SamplingParams
 
 # Seconds for stages to show their time lines, which are large.
 _SHOW_TIMEOUT = 30.0
+# Seconds in which a thread that waits for the engine takes it, at most, and between two looks.
+_MAKE_WAY_S, _LOOK_S = 0.01, 0.0001
 
 
 class LLM:
     """A model on its stages.
 
     Takes EngineConfig's settings as keyword arguments. Close it, or use it as a context manager;
-    a forgotten one is closed when Python exits.
+    a forgotten one is closed when Python exits. Several threads may use it at once: what they ask
+    for runs together, and each is given its own. A process forked from this one cannot: there
+    UsageError is raised.
     """
 
     def __init__(
@@ -43,9 +49,16 @@ class LLM:
     ) -> None:
         self.config = EngineConfig.of("LLM", model, settings)
         self.running: RunningEngine = launch(self.config, on_progress)
-        # What arrived for each open request and was not taken yet.
+        # Of each open request: what arrived and was not taken yet by its reader, who may read more
+        # than one.
         self._arrived: dict[int, deque[OutputDelta]] = {}
-        self._end_stages = weakref.finalize(self, self.running.stages.close, drain=False)
+        # Requests whose readers left. The engine is told later: the garbage collector, which ends
+        # forgotten streams, comes by at any moment, also while this very thread is in the engine.
+        self._dropped: deque[int] = deque()
+        # Whoever uses engine or stages holds it. Reentrant, since a signal's handler may close.
+        self._lock = threading.RLock()
+        self._waiting: set[int] = set()
+        self._end_stages = weakref.finalize(self, _end, self.running, self._lock)
         self._ended_by = "close()"
 
     def generate(
@@ -97,16 +110,28 @@ class LLM:
         """
         (tokenized,) = as_prompts([prompt], self.running.tokenizer)
         (params,) = as_params(sampling_params, 1)
-        request_id = self._add(tokenized.token_ids, params, priority)
+        arrived: deque[OutputDelta] = deque()
+        request_id = self._add(tokenized.token_ids, params, priority, arrived)
+        completions = params.n
         try:
-            yield from self._deltas(request_id, params.n)
+            while completions:
+                self._wait_for_news(arrived)
+                delta = arrived.popleft()
+                completions -= delta.finish_reason is not None
+                yield delta
         finally:
             self._drop(request_id)
 
     def settle(self) -> None:
         """Run until nothing is in flight and every stage's report is in."""
-        while not self.running.engine.settled:
-            self._step()
+        while True:
+            self._check_open()
+            self._make_way()
+            with self._lock:
+                self._abort_dropped()
+                if self.running.engine.settled:
+                    return
+                self._step()
 
     def timelines(self, last: int = 100_000) -> list[Timeline]:
         """What each stage did lately, in stage order, on this process's monotonic clock.
@@ -115,18 +140,30 @@ class LLM:
         Raises PipelineError if one does not show them.
         """
         self._check_open()
-        timelines = self.running.stages.timelines(last, _SHOW_TIMEOUT)
+        self._ask_for_engine()
+        with self._lock:
+            self._waiting.discard(threading.get_ident())
+            self._check_open()
+            timelines = self.running.stages.timelines(last, _SHOW_TIMEOUT)
         if len(timelines) < len(self.running.shares):
             raise PipelineError(f"not every stage showed its time line within {_SHOW_TIMEOUT:g} s")
         return timelines
 
     def close(self) -> None:
-        """End the stages in order: they finish what they hold."""
-        if self._end_stages.alive:
-            try:
-                self.running.stages.close(drain=True)
-            finally:
-                self._end_stages()
+        """End the stages in order: they finish what they hold.
+
+        What other threads wait for ends with UsageError, and so does this in a fork of the process
+        that made it.
+        """
+        self.running.stages.check_owner()
+        self._ask_for_engine()
+        with self._lock:
+            self._waiting.discard(threading.get_ident())
+            if self._end_stages.alive:
+                try:
+                    self.running.stages.close(drain=True)
+                finally:
+                    self._end_stages()
 
     def __enter__(self) -> "LLM":
         return self
@@ -137,7 +174,7 @@ class LLM:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:
+        if kind is None and self.running.stages.owned:
             self.close()
         else:
             self._end_stages()
@@ -155,11 +192,12 @@ class LLM:
         if len(priorities) != len(prompts):
             raise UsageError(f"{len(priorities)} priorities were given for {len(prompts)} prompts")
         requests: dict[int, OutputGatherer] = {}
+        arrived: deque[OutputDelta] = deque()
         try:
             for number, prompt in enumerate(prompts):
                 choice = params[number]
                 try:
-                    request_id = self._add(prompt.token_ids, choice, priorities[number])
+                    request_id = self._add(prompt.token_ids, choice, priorities[number], arrived)
                 except UsageError as error:
                     if len(prompts) == 1 or not self._end_stages.alive:
                         raise
@@ -167,58 +205,90 @@ class LLM:
                 requests[request_id] = OutputGatherer(
                     str(request_id), prompt.text, prompt.token_ids, choice
                 )
-            with batch_progress(sum(p.n for p in params), shown=use_tqdm) as progress:
-                for request_id, gatherer in requests.items():
-                    while not gatherer.finished:
-                        delta = self._next_delta(request_id, on_step=progress)
-                        gatherer.take(delta)
+            unfinished = sum(choice.n for choice in params)
+            with batch_progress(unfinished, shown=use_tqdm) as progress:
+                while unfinished:
+                    self._wait_for_news(arrived)
+                    news = [arrived.popleft() for _ in range(len(arrived))]
+                    for delta in news:
+                        requests[delta.request_id].take(delta)
+                        unfinished -= delta.finish_reason is not None
+                    progress(news)
         finally:
             for request_id in requests:
                 self._drop(request_id)
         return [gatherer.output() for gatherer in requests.values()]
 
-    def _add(self, prompt: list[int], params: SamplingParams, priority: int) -> int:
+    def _add(
+        self, prompt: list[int], params: SamplingParams, priority: int, reader: deque[OutputDelta]
+    ) -> int:
         self._check_open()
-        request_id = self.running.engine.add(prompt, params, priority)
-        self._arrived[request_id] = deque()
+        self._ask_for_engine()
+        with self._lock:
+            self._waiting.discard(threading.get_ident())
+            self._check_open()
+            request_id = self.running.engine.add(prompt, params, priority)
+            self._arrived[request_id] = reader
         return request_id
 
     def _drop(self, request_id: int) -> None:
-        """Forget a request, and end it if it still runs."""
+        """Forget a request, which ends if it still runs."""
         del self._arrived[request_id]
-        self.running.engine.abort(request_id)
+        self._dropped.append(request_id)
 
-    def _deltas(self, request_id: int, completions: int) -> Iterator[OutputDelta]:
-        """A request's deltas up to the last of the last completion."""
-        while completions:
-            delta = self._next_delta(request_id)
-            completions -= delta.finish_reason is not None
-            yield delta
+    def _abort_dropped(self) -> None:
+        while self._dropped:
+            self.running.engine.abort(self._dropped.popleft())
 
-    def _next_delta(
-        self,
-        request_id: int,
-        on_step: Callable[[list[OutputDelta]], None] = lambda _: None,
-    ) -> OutputDelta:
-        arrived = self._arrived[request_id]
-        while not arrived:
-            on_step(self._step())
-        return arrived.popleft()
+    def _wait_for_news(self, reader: deque[OutputDelta]) -> None:
+        """Until something arrived for the reader, whichever thread has the engine meanwhile."""
+        while not reader:
+            self._check_open()
+            self._make_way()
+            self._waiting.add(threading.get_ident())
+            with self._lock:
+                self._waiting.discard(threading.get_ident())
+                if not reader:
+                    self._step()
 
-    def _step(self) -> list[OutputDelta]:
+    def _ask_for_engine(self) -> None:
+        """Have a thread that waits for the stages let go of the engine."""
+        self._waiting.add(threading.get_ident())
+        self.running.stages.wake()
+
+    def _make_way(self) -> None:
+        """Let one of the threads have the engine that wait for it: a lock alone is not fair."""
+        others = self._waiting - {threading.get_ident()}
+        deadline = time.monotonic() + _MAKE_WAY_S
+        while others and others <= self._waiting and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+
+    def _step(self) -> None:
+        """With the lock held: one step of the engine, and to each reader what it brought."""
         self._check_open()
         try:
+            self._abort_dropped()
             deltas = self.running.engine.step()
         except BaseException as error:
             # Also an interrupt: it may have come between two ranks' copies of one plan.
-            self._end_stages()
+            # And first what other threads will tell of it.
             self._ended_by = f"{type(error).__name__}{f' ({error})' if str(error) else ''}"
+            self._end_stages()
             raise
         for delta in deltas:
-            if delta.request_id in self._arrived:
-                self._arrived[delta.request_id].append(delta)
-        return deltas
+            if (reader := self._arrived.get(delta.request_id)) is not None:
+                reader.append(delta)
 
     def _check_open(self) -> None:
+        self.running.stages.check_owner()
         if not self._end_stages.alive:
             raise UsageError(f"this LLM is closed, by {self._ended_by}: make another")
+
+
+def _end(running: RunningEngine, lock: "threading.RLock") -> None:
+    """End the stages at once, as soon as no other thread has to do with them."""
+    # In a fork of their process another thread may have held the lock, and never lets go of it.
+    if running.stages.owned:
+        running.stages.wake()
+        with lock:
+            running.stages.close(drain=False)

@@ -23,27 +23,29 @@ def choose_num_blocks(
     max_num_seqs: int,
     per_stage_limit: int | None,
     share_of_free: float,
+    promised: int,
 ) -> int:
     """Blocks that every stage of this machine can hold.
 
     bytes_per_block: one number per stage. per_stage_limit: --kv-cache-memory in bytes, None for
     share_of_free of the free memory for all stages together (--gpu-memory-utilization); the rest
-    is for activations and everybody else. Raises StartError if not even one sequence of
-    max_model_len fits.
+    is for activations and everybody else. promised: bytes that look free but are other engines'
+    caches. Raises StartError if not even one sequence of max_model_len fits.
     """
     needed = -(-max_model_len // block_size)
-    free = free_memory()
+    free = max(0, free_memory() - promised)
+    others = f", beside {_gib(promised)} promised to other engines" if promised else ""
     if per_stage_limit is None:
         usable = int(free * share_of_free)
         fitting = usable // sum(bytes_per_block)
-        limit = f"{_gib(usable)} of the {_gib(free)} that are free"
+        limit = f"{_gib(usable)} of the {_gib(free)} that are free{others}"
     else:
         fitting = per_stage_limit // max(bytes_per_block)
         limit = f"--kv-cache-memory {_gib(per_stage_limit)} a stage"
         if per_stage_limit * len(bytes_per_block) > free:
             raise StartError(
                 f"not enough memory for the cache: {limit} on {len(bytes_per_block)} stages, "
-                f"but {_gib(free)} are free: lower --kv-cache-memory"
+                f"but {_gib(free)} are free{others}: lower --kv-cache-memory"
             )
     if fitting < needed:
         wanted = sum(bytes_per_block) if per_stage_limit is None else max(bytes_per_block)

@@ -4,13 +4,12 @@ import contextlib
 import errno
 import io
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,9 @@ import msgspec
 import zmq
 
 from headrace import errors
-from headrace.errors import HeadraceError, PipelineError, StartError
+from headrace.errors import HeadraceError, PipelineError, StartError, UsageError
 from headrace.pipeline.cpus import StageCpus
+from headrace.pipeline.engine_folder import EngineFolder
 from headrace.pipeline.pinning import start_process
 from headrace.pipeline.watch import ask, connect_watch
 from headrace.protocol import codec
@@ -62,11 +62,16 @@ class _Stage:
 
 
 class StageProcesses:
-    """The running stages, as the engine's Pipeline. Always close() it."""
+    """The running stages, as the engine's Pipeline. Always close() it.
+
+    They belong to the process that started them. In one forked from it, check_owner() raises, and
+    close() does nothing.
+    """
 
     def __init__(self, configs: list[StageConfig], cpus: list[StageCpus]) -> None:
-        # Only this user may enter: the sockets in it have no other lock.
-        self._folder = Path(tempfile.mkdtemp(prefix="headrace-"))
+        self._owner = os.getpid()
+        # The sockets in it have no other lock than that only this user may enter.
+        self._folder = EngineFolder()
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         # A file object: once closed, its number cannot be mistaken for another file's.
@@ -75,6 +80,7 @@ class StageProcesses:
         self._woken = False
         self._stages: list[_Stage] = []
         self._epoch = configs[0].epoch
+        _started.add(self)
         try:
             for config in configs:
                 self._spawn(config, cpus[config.stage])
@@ -88,6 +94,22 @@ class StageProcesses:
         """Until every stage holds its weights. check: called once a second or more often, may
         raise. Raises StartError or what a stage reports."""
         return self._wait_for(Loaded, on_progress, check)
+
+    def reserve_cache(self, bytes_per_block: list[int], choose: Callable[[int], int]) -> int:
+        """The number of blocks that choose gives, which other engines then know of.
+
+        bytes_per_block: one number per stage. choose: given the bytes of memory that the engines of
+        this user were promised and have not touched yet.
+        """
+        with self._folder.promising() as promised:
+            num_blocks = choose(promised)
+            self._folder.promise(
+                {
+                    stage.process.pid: size * num_blocks
+                    for stage, size in zip(self._stages, bytes_per_block, strict=True)
+                }
+            )
+        return num_blocks
 
     def allocate_cache(
         self,
@@ -136,11 +158,35 @@ class StageProcesses:
         with contextlib.suppress(ValueError):
             self._wake.write((1).to_bytes(8, sys.byteorder))
 
+    @property
+    def owned(self) -> bool:
+        """Whether this is the process that started them, not a fork of it."""
+        return os.getpid() == self._owner
+
+    def check_owner(self) -> None:
+        """Raises UsageError in a fork of the process that started them."""
+        if not self.owned:
+            raise UsageError(
+                f"this engine belongs to process {self._owner}, from which this one was forked: "
+                "make another here, or start processes by spawn and load in each"
+            )
+
+    def leave(self) -> None:
+        """In a fork of the process that started them: hold nothing by which they, or others, tell
+        that this process lives."""
+        self._wake.close()
+        for stage in self._stages:
+            if stage.process.stdin is not None:
+                stage.process.stdin.close()
+        self._folder.leave()
+
     def close(self, drain: bool) -> None:
         """End all stages. drain: let them finish the plans they hold; else at once.
 
         May be called again, also after an interrupted call.
         """
+        if not self.owned:
+            return
         try:
             if drain and not self._dead():
                 self._send_all(Stop(self._epoch))
@@ -157,12 +203,12 @@ class StageProcesses:
                     stage.process.stdin.close()
             self._wake.close()
             self._context.destroy(linger=0)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             self._stages.clear()
 
     def _spawn(self, config: StageConfig, cpus: StageCpus) -> None:
-        address = f"ipc://{self._folder}/stage-{config.stage}"
-        watch_address = f"ipc://{self._folder}/watch-{config.stage}"
+        address = f"ipc://{self._folder.path}/stage-{config.stage}"
+        watch_address = f"ipc://{self._folder.path}/watch-{config.stage}"
         # The stage binds and this side connects, since a socket that is bound but has no peer yet
         # blocks its sender, while one that connects queues.
         endpoint = self._context.socket(zmq.DEALER)
@@ -175,19 +221,23 @@ class StageProcesses:
             watch = connect_watch(self._context, watch_address)
         except zmq.ZMQError as error:
             raise StartError(
-                f"cannot create sockets in {self._folder} ({error}): set TMPDIR to a short path "
-                "on a local disk"
+                f"cannot create sockets in {self._folder.path} ({error}): set TMPDIR to a short "
+                "path on a local disk"
             ) from error
         self._poller.register(endpoint, zmq.POLLIN)
-        log = self._folder / f"stage-{config.stage}.log"
+        log = self._folder.path / f"stage-{config.stage}.log"
         environment = dict(os.environ)
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         inherited = [] if config.store_fd is None else [config.store_fd]
         with log.open("wb") as output:
             process = start_process(
-                [sys.executable, "-P", "-m", _STAGE_MODULE, address, watch_address],
+                [
+                    *(sys.executable, "-P", "-m", _STAGE_MODULE),
+                    *(str(self._owner), address, watch_address),
+                ],
                 cpus,
                 environment,
+                bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -288,6 +338,17 @@ class StageProcesses:
                     f"stages {missing} showed no progress for {_START_DEADLINE:g} s while starting"
                 )
         return [m for _, m in sorted(got.items()) if isinstance(m, Loaded)]
+
+
+_started: "weakref.WeakSet[StageProcesses]" = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for stages in list(_started):
+        stages.leave()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _error_of(failure: Failure) -> HeadraceError:

@@ -1,29 +1,45 @@
-"""A stage's process, started by pipeline/launch.py with the addresses of its two sockets.
+"""A stage's process, started by pipeline/launch.py.
 
-Standard input is a pipe that the engine's process holds open: when it closes, the engine is gone,
-and this process ends too.
+Its arguments are the engine's process and the addresses of its own two sockets. When the engine is
+gone, however it went, this process ends too.
 """
 
 import os
+import select
 import signal
 import sys
 import threading
+from contextlib import suppress
+from pathlib import Path
 
+from headrace.pipeline.engine_folder import remove_abandoned
 from headrace.pipeline.pinning import keep_out_second_openmp
 
 
-def _exit_with_engine() -> None:
-    """End at once, whatever the main thread waits for, when the engine's process is gone."""
-    while os.read(0, 1):
-        pass
+def _exit_with_engine(engine: int, folder: Path) -> None:
+    """End at once, whatever the main thread waits for, when the engine's process is gone.
+
+    Then nobody holds the other end of standard input; except for processes that it has forked
+    behind Python's back. So its process is watched too, where the system can do that. The thread
+    that started this process does not count: it may end long before the engine.
+    """
+    ends = [0]
+    with suppress(OSError):
+        ends.append(os.pidfd_open(engine))
+    select.select(ends, [], [])
+    remove_abandoned(folder)
     os._exit(1)
 
 
 def main() -> int:
     """Run one stage; the exit code is 0 only after an ordered stop."""
-    # The engine ends its stages itself; a Ctrl-C meant for it must not race with that.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_engine, daemon=True).start()
+    # The engine ends its stages itself: signals meant for it, which a supervisor may well send to
+    # all of a service's processes, must not race with that.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    engine, address, watch_address = sys.argv[1:]
+    folder = Path(address.removeprefix("ipc://")).parent
+    threading.Thread(target=_exit_with_engine, args=(int(engine), folder), daemon=True).start()
     keep_out_second_openmp()
     stage_cpus = os.sched_getaffinity(0)
     # Only now, since torch takes seconds to import and the engine may be gone before.
@@ -33,7 +49,7 @@ def main() -> int:
     # to it all threads that are yet to come, those of sockets and links. So not before it computes.
     own_cpu = os.sched_getaffinity(0)
     os.sched_setaffinity(0, stage_cpus)
-    return run(sys.argv[1], sys.argv[2], own_cpu)
+    return run(address, watch_address, own_cpu)
 
 
 if __name__ == "__main__":
