@@ -40,7 +40,10 @@ def directory_without_model(folder: Path) -> tuple[list[str], str]:
 
 def file_of_another_kind(folder: Path) -> tuple[list[str], str]:
     (folder / "model.bin").write_bytes(b"x")
-    return ["--model", str(folder / "model.bin")], "must be a .gguf file"
+    return [
+        "--model",
+        str(folder / "model.bin"),
+    ], "pickled weights, which can run code, are not read"
 
 
 def unsupported_architecture(folder: Path) -> tuple[list[str], str]:
@@ -230,8 +233,8 @@ WRONG_USAGE = [
 ]
 
 
-# One of each kind as a process, of those that fail: at once, when files are read, in a stage, and
-# when stages are up. The others differ in what is wrong and not in how the command ends.
+# One of each kind as a process, of those that fail: at once, when files are read, and when stages
+# are up. The others differ in what is wrong and not in how the command ends.
 AS_PROCESS = [
     missing_path,
     truncated_gguf,
@@ -296,9 +299,13 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert finished.left == []
 
 
-def test_debug_shows_where_it_happened(tmp_path: Path, run_here: Callable[..., Finished]) -> None:
-    arguments, expected = truncated_safetensors(tmp_path)
-    finished = run_here("generate", "--json", *arguments, "--prompt", "hi", "--debug")
+def test_debug_shows_where_it_happened(
+    tmp_path: Path, run_here: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_KERNELS", "of-nowhere")
+    finished = run_here(
+        "generate", "--json", "--model", tiny_file(tmp_path), "--prompt", "hi", "--debug"
+    )
     assert "Traceback" in finished.err
-    assert "open_tensors" in finished.err, "the stage's own traceback"
-    assert expected in finished.err.splitlines()[-1]
+    assert "choose_path" in finished.err, "the stage's own traceback"
+    assert "HEADRACE_KERNELS=of-nowhere" in finished.err.splitlines()[-1]

@@ -33,7 +33,7 @@ SUPPORTED_KINDS = (
     GGMLQuantizationType.Q6_K,
 )
 
-_MAGIC = b"GGUF"
+MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
@@ -118,7 +118,7 @@ def read_gguf(path: Path) -> GgufFile:
     try:
         with path.open("rb") as handle:
             size = handle.seek(0, 2)
-            if size < len(_MAGIC):
+            if size < len(MAGIC):
                 raise ModelError(f"{path}: is not a GGUF file: it has only {size} bytes")
             contents = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
@@ -218,7 +218,7 @@ class _Header:
 
     def start(self) -> tuple[int, int]:
         """Check magic and version; returns how many tensors and metadata entries follow."""
-        if self.contents[:4] != _MAGIC:
+        if self.contents[:4] != MAGIC:
             self.fail(f"is not a GGUF file: it starts with {self.contents[:4]!r}, not b'GGUF'")
         self.position = 4
         version = self.u32("the version")

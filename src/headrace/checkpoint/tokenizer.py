@@ -139,7 +139,10 @@ def tokenizer_from_huggingface(path: Path) -> Tokenizer:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            loaded = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            # Said, not left out: transformers would ask on the terminal and run the answer "y".
+            loaded = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
             core = loaded.backend_tokenizer
             # A tokenizer.json may carry settings for training, which would cut prompts silently.
             core.no_truncation()

@@ -16,7 +16,10 @@ from headrace.protocol.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class Layer:
-    """One transformer layer; q, k and v are one product, gate and up another."""
+    """One transformer layer; q, k and v are one product, gate and up another.
+
+    window: positions that it attends to, None for all.
+    """
 
     attention_norm: torch.Tensor
     qkv: Linear
@@ -24,6 +27,7 @@ class Layer:
     mlp_norm: torch.Tensor
     gate_up: Linear
     down: Linear
+    window: int | None = None
 
 
 @dataclass
@@ -63,10 +67,14 @@ class LayerWork:
         products = [(x.qkv, x.attention_out, x.gate_up, x.down) for x in self.layers]
         if not all(p.native for four in products for p in four) or config.head_dim % 16:
             return None
+        windows = {layer.window for layer in self.layers}
+        # One call has one window.
+        if len(windows) > 1:
+            return None
         assert path.native is not None
         stack = path.native.LayerStack(
             config.num_heads,
-            config.sliding_window or 0,
+            windows.pop() or 0,
             config.head_dim**-0.5,
             config.rms_norm_epsilon,
             caches[0].block_size,
@@ -145,9 +153,7 @@ def _run_by_kernel(
             add_rms_norm(x, added, layer.attention_norm, epsilon, normed)
         heads = layer.qkv(normed, qkv).view(len(x), -1, config.head_dim)
         rotate_and_write(heads, cos, sin, cache, batch)
-        paged_attention(
-            heads, cache, batch, config.head_dim**-0.5, config.sliding_window, None, by_head
-        )
+        paged_attention(heads, cache, batch, config.head_dim**-0.5, layer.window, None, by_head)
         added = layer.attention_out(attended, delta)
         add_rms_norm(x, added, layer.mlp_norm, epsilon, normed)
         added = layer.down(silu_and_multiply(layer.gate_up(normed, gate_up), inner), delta)

@@ -101,13 +101,23 @@ def load_llama(
     def vector(name: str) -> torch.Tensor:
         return source.load(name, (hidden,)).to(device, dtype)
 
-    def product(names: list[str], outs: list[int], width: int, bias: bool) -> Linear:
-        """One product from the given tensors, stacked along the outputs."""
+    def product(names: list[str], outs: list[int], width: int, biased: bool) -> Linear:
+        """One product from the given tensors, stacked along the outputs.
+
+        biased: adds the biases that are there, zeros for the others, as transformers does.
+        """
         shapes = list(zip(names, outs, strict=True))
         weight = torch.cat([source.load(f"{n}.weight", (out, width)) for n, out in shapes])
-        biases = [source.load(f"{n}.bias", (out,)) for n, out in shapes] if bias else None
-        stacked = None if biases is None else torch.cat(biases).to(device)
-        return Linear(weight.to(device), stacked, dtype)
+        bias = None
+        if biased and any(source.has(f"{n}.bias") for n in names):
+            bias = torch.cat(
+                [
+                    source.load(f"{n}.bias", (out,)) if source.has(f"{n}.bias")
+                    else torch.zeros(out, dtype=weight.dtype)
+                    for n, out in shapes
+                ]
+            ).to(device)  # fmt: skip
+        return Linear(weight.to(device), bias, dtype)
 
     def layer(number: int) -> Layer:
         at = f"model.layers.{number}"
@@ -123,15 +133,15 @@ def load_llama(
                 config.attention_bias,
             ),
             attention_out=product(
-                [f"{attention}.o_proj"], [hidden], queries,
-                config.attention_bias and source.has(f"{attention}.o_proj.bias"),
+                [f"{attention}.o_proj"], [hidden], queries, config.attention_bias
             ),
             mlp_norm=vector(f"{at}.post_attention_layernorm.weight"),
             gate_up=product(
                 [f"{mlp}.gate_proj", f"{mlp}.up_proj"], [inner, inner], hidden, config.mlp_bias
             ),
             down=product([f"{mlp}.down_proj"], [hidden], inner, config.mlp_bias),
-        )  # fmt: skip
+            window=config.window_of(number),
+        )
 
     embedding = None
     if share.embeds:
@@ -145,7 +155,7 @@ def load_llama(
     if share.samples:
         final_norm = vector("model.norm.weight")
         name = "model.embed_tokens" if config.tied_head else "lm_head"
-        head = product([name], [vocab], hidden, bias=False)
+        head = product([name], [vocab], hidden, biased=False)
     factors = None
     if source.has("rope_freqs.weight"):
         factors = source.load("rope_freqs.weight", (config.head_dim // 2,)).float()

@@ -27,12 +27,12 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     base = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
-        return base / rope.factor, 1.0
+        return base / rope.factor, rope.scale
     if rope.kind == "llama3":
-        return _llama3(rope, base), 1.0
+        return _llama3(rope, base), rope.scale
     if rope.kind == "yarn":
-        return _yarn(rope, base, head_dim), _yarn_scale(rope)
-    return base, 1.0
+        return _yarn(rope, base, head_dim), _yarn_scale(rope) * rope.scale
+    return base, rope.scale
 
 
 def _llama3(rope: RopeConfig, base: torch.Tensor) -> torch.Tensor:

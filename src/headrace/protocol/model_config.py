@@ -6,7 +6,8 @@ import msgspec
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary embedding: base frequency and how it is stretched for long contexts.
 
-    kind: default, linear, llama3 or yarn, with Hugging Face's names for the parameters.
+    kind: default, linear, llama3 or yarn, with Hugging Face's names for the parameters. scale: a
+    further factor on cos and sin, of any kind.
     """
 
     theta: float
@@ -21,13 +22,15 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    scale: float = 1.0
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and options of a decoder-only transformer.
 
     max_positions is the longest context it was made for; sliding_window, in positions, None for
-    full attention; dtype is the checkpoint's own ("float32", "bfloat16" or "float16").
+    full attention, which full_attention_layers have even so; attention_bias and mlp_bias say that
+    those biases count that the checkpoint has; dtype is its own ("float32", "bfloat16", "float16").
     """
 
     architecture: str
@@ -47,6 +50,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope: RopeConfig
     dtype: str
     eos_token_ids: tuple[int, ...]
+    full_attention_layers: tuple[int, ...] = ()
+
+    def window_of(self, layer: int) -> int | None:
+        """Positions that this layer attends to, None for all."""
+        return None if layer in self.full_attention_layers else self.sliding_window
 
 
 class StageShare(msgspec.Struct, frozen=True):
