@@ -178,6 +178,31 @@ MUTANTS = [
         ("yield from self._complete_feedback(self._ring.occupant(plan.step))", "pass"),
     ),
     _mutant(
+        "rules dropped when the first of several completions ends",
+        "engine.shared_rules:RulesOnStage.leave",
+        ("if not rules.users and", "if"),
+    ),
+    _mutant(
+        "rules never dropped",
+        "engine.shared_rules:RulesOnStage.drop_unused",
+        ("return unused", "return []"),
+    ),
+    _mutant(
+        "every stage is told how tokens are chosen",
+        "protocol.codec:encode_plan",
+        ("without_choice(plan)", "plan"),
+    ),
+    _mutant(
+        "end of the output not followed after an admission",
+        "sampling.slot:SlotSampling.__init__",
+        ("for token in self.outputs:", "for token in ():"),
+    ),
+    _mutant(
+        "end of the output not followed after a token",
+        "sampling.slot:SlotSampling.record",
+        ("self._bad_words.step(self._word_state, token)", "self._word_state"),
+    ),
+    _mutant(
         "waiting sequences are never admitted",
         "engine.scheduler:Scheduler._has_room_for",
         ("return needed", "return 10_000 + needed"),

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -62,7 +63,17 @@ class Request:
             self.prompt_logprobs.append(next(iter(entry)))
 
 
-class _DeviceExecutor(ModelExecutor):
+class _Executor(ModelExecutor):
+    """One that is told how tokens are chosen if it chooses them, and nothing of it otherwise."""
+
+    def begin(self, plan: Plan) -> None:
+        told = plan.rules or plan.dropped or any(a.sampling or a.rules for a in plan.admitted)
+        if told and not self.model.samples:
+            raise SimulationError(f"step {plan.step} tells a stage before the last how to choose")
+        super().begin(plan)
+
+
+class _DeviceExecutor(_Executor):
     """One whose stage goes on while it computes, as on a device."""
 
     @property
@@ -177,7 +188,7 @@ class Simulation:
             (rng.randrange(self.num_stages), rng.randint(0, 40)) for _ in range(rng.choice([0, 1]))
         }
 
-        executor = _DeviceExecutor if self.seed % 3 == 0 else ModelExecutor
+        executor = _DeviceExecutor if self.seed % 3 == 0 else _Executor
 
         def compute_s(stage: int, plan: Plan, kind: str) -> float:
             if kind == "forward" and (stage, plan.step) in stalls:
@@ -185,25 +196,27 @@ class Simulation:
                 return _STALL_S
             return compute() * slow[stage]
 
+        network = VirtualNetwork(
+            self.clock,
+            self.num_stages,
+            delay=lambda channel: link_delay(),
+            bytes_per_s=rng.choice([None, 1e4]),
+        )
+        self._executors = [
+            executor(
+                model=ToyModel(toy_config(self._shares[-1].end_layer), share),
+                max_num_seqs=config.max_num_seqs,
+                num_blocks=config.num_blocks,
+                block_size=config.block_size,
+                max_blocks=-(-MAX_MODEL_LEN // config.block_size),
+                device=torch.device("cpu"),
+            )
+            for share in self._shares
+        ]
         return VirtualStages(
             self.clock,
-            VirtualNetwork(
-                self.clock,
-                self.num_stages,
-                delay=lambda channel: link_delay(),
-                bytes_per_s=rng.choice([None, 1e4]),
-            ),
-            [
-                executor(
-                    model=ToyModel(toy_config(self._shares[-1].end_layer), share),
-                    max_num_seqs=config.max_num_seqs,
-                    num_blocks=config.num_blocks,
-                    block_size=config.block_size,
-                    max_blocks=-(-MAX_MODEL_LEN // config.block_size),
-                    device=torch.device("cpu"),
-                )
-                for share in self._shares
-            ],
+            network,
+            list(self._executors),
             self.window,
             config.max_num_seqs,
             blocking_feedback=rng.random() < 0.3,
@@ -244,11 +257,27 @@ class Simulation:
                 stop=rng.choice([[], [], ["t1"], [f"t{rng.randrange(VOCAB)}", "7 t"]]),
                 stop_token_ids=rng.sample(range(VOCAB), rng.choice([0, 0, 2])),
                 prompt_logprobs=rng.choice([None, None, None, None, 0]),
+                **self._lists(number),
             )
             outputs = [CompletionOutput(index) for index in range(count)]
             priority = rng.choice([0, 1] if self._crowded else [0, 0, 0, 1])
             requests.append(Request(prompt, params, priority, outputs=outputs))
         return requests
+
+    def _lists(self, number: int) -> dict[str, Any]:
+        """Bad words and biases of some requests, drawn apart: they change no other draw."""
+        rng = random.Random(f"{self.seed} {number}")
+        if rng.random() < 0.6:
+            return {}
+        # Three tokens come about far more often than others, and bad words are made of those.
+        favoured = rng.sample(range(VOCAB), 3)
+        words = [
+            rng.choices(favoured, k=rng.choice([1, 2, 2, 3, 3])) for _ in range(rng.randint(0, 6))
+        ]
+        return {
+            "bad_words": [" ".join(f"t{token}" for token in word) for word in words],
+            "logit_bias": {token: rng.choice([9.0, 9.0, 9.5]) for token in favoured},
+        }
 
     def _draw_orders(self) -> deque[tuple[int, Callable[[], None]]]:
         """What the engine is told, and how many of its steps must have been taken before."""
@@ -305,6 +334,12 @@ class Simulation:
         _equal("free blocks", scheduler.free_blocks, scheduler.config.num_blocks)
         _equal("free slots", len(scheduler._free_slots), scheduler.config.max_num_seqs)
         _equal("requests that the engine remembers", len(self.engine._requests), 0)
+        _equal(
+            "rules on the stages",
+            [len(own._rules) for own in self._executors],
+            [0] * self.num_stages,
+        )
+        _equal("rules that the engine keeps", self.pipeline.rules, {})
         self.reached["preemption"] += scheduler.preemptions
 
     def _check_output(self, request: Request, index: int, output: CompletionOutput) -> None:

@@ -27,6 +27,8 @@ SITUATIONS = {
     "change by the tuner",
     "plan of another epoch",
     "stall",
+    "rules shared",
+    "rules kept over a preemption",
 }
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from headrace.engine.request import FinishReason
 from headrace.kernels.batch import AttentionBatch
@@ -48,7 +48,9 @@ def toy_config(num_layers: int) -> ModelConfig:
 
 def toy_tokenizer() -> Tokenizer:
     """Token n is the word t<n>; words are joined by spaces."""
-    return Tokenizer(models.WordLevel({_word(n): n for n in range(VOCAB)}, unk_token=_word(0)))
+    made = Tokenizer(models.WordLevel({_word(n): n for n in range(VOCAB)}, unk_token=_word(0)))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return made
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,14 @@ def expected_answer(
     outputs: list[int] = []
     text = ""
     while True:
-        token = likeliest
+        scores = _scores(likeliest, params, outputs)
+        token = int(scores.argmax())
         if params.temperature > 0:
-            token = _draw(likeliest, params.temperature, seed, len(outputs))
+            with np.errstate(divide="ignore"):
+                times = waiting_times(seed, len(outputs), VOCAB) / np.exp(
+                    scores / params.temperature
+                )
+            token = int(times.argmin())
         outputs.append(token)
         if (token in eos and not params.ignore_eos) or token in params.stop_token_ids:
             eos_ended = token in eos and not params.ignore_eos
@@ -150,8 +157,15 @@ def _word(token: int) -> str:
     return f"t{token}"
 
 
-def _draw(likeliest: int, temperature: float, seed: int, index: int) -> int:
-    """One of VOCAB tokens of equal weight, but for one that weighs more."""
-    weights = np.ones(VOCAB)
-    weights[likeliest] = math.exp(PEAK / temperature)
-    return int((waiting_times(seed, index, VOCAB) / weights).argmin())
+def _scores(likeliest: int, params: SamplingParams, outputs: list[int]) -> np.ndarray:
+    """Equal for all tokens, but for the likeliest, biases, and what would complete a bad word."""
+    scores = np.zeros(VOCAB)
+    scores[likeliest] = PEAK
+    for token, bias in (params.logit_bias or {}).items():
+        scores[token] += bias
+    said = "".join(f"{_word(token)} " for token in outputs)
+    for word in params.bad_words:
+        *beginning, last = word.split()
+        if f" {said}".endswith("".join(f" {own}" for own in beginning) + " "):
+            scores[int(last[1:])] = -np.inf
+    return scores

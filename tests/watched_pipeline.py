@@ -32,6 +32,9 @@ class Watched:
     plans: list[Plan] = field(default_factory=list)
     reached: Counter[str] = field(default_factory=Counter)
     messages: int = 0
+    # By number, the slots that go by the rules which the last stage has.
+    rules: dict[int, set[int]] = field(default_factory=dict)
+    _numbers: set[int] = field(default_factory=set)
 
     def send(self, plan: Plan) -> None:
         for row in plan.rows:
@@ -43,11 +46,32 @@ class Watched:
             raise SimulationError(f"not done after {_MOST_STEPS} steps")
         self.plans.append(plan)
         self._count(plan)
+        self._follow_rules(plan)
         if self.stray():
             for stage in range(self.num_stages):
                 self.stages.send_to(stage, replace(plan, epoch=plan.epoch + 1))
             self.reached["plan of another epoch"] += 1
         self.stages.send(plan)
+
+    def _follow_rules(self, plan: Plan) -> None:
+        """Rules are sent once, before they are named, and dropped when nobody goes by them."""
+        for rules in plan.rules:
+            if rules.number in self._numbers:
+                raise SimulationError(f"step {plan.step} sends rules {rules.number} again")
+            self._numbers.add(rules.number)
+            self.rules[rules.number] = set()
+        for admission in plan.admitted:
+            if admission.rules is not None:
+                if admission.rules not in self.rules:
+                    raise SimulationError(f"step {plan.step} names rules {admission.rules}")
+                self.reached["rules shared"] += bool(self.rules[admission.rules])
+                self.reached["rules kept over a preemption"] += bool(admission.outputs)
+                self.rules[admission.rules].add(admission.slot)
+        for slots in self.rules.values():
+            slots.difference_update(plan.released)
+        for number in plan.dropped:
+            if self.rules.pop(number, None) != set():
+                raise SimulationError(f"step {plan.step} drops rules {number} that are in use")
 
     def receive(self, timeout_s: float) -> list[Result | Report]:
         messages = self.stages.receive(timeout_s)

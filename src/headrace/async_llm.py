@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace.config import EngineConfig
 from headrace.engine.outputs import OutputGatherer, RequestOutput
+from headrace.engine.prepared import Prepared
 from headrace.engine_thread import EngineThread, Submission
 from headrace.errors import HeadraceError, UsageError
 from headrace.launcher import RunningEngine, launch
@@ -16,6 +17,10 @@ from headrace.prompts import Prompt, as_params, as_prompts
 from headrace.protocol.checks import check_type
 from headrace.protocol.messages import Loading
 from headrace.protocol.sampling_params import SamplingParams
+
+# So many stop strings and bad words are made ready in a millisecond or so.
+_MANY_TEXTS = 16
+_MANY_CHARACTERS = 1000
 
 
 class AsyncLLM:
@@ -62,7 +67,8 @@ class AsyncLLM:
         check_type("request_id", request_id, str | None)
         (params,) = as_params(sampling_params, 1)
         (tokenized,) = as_prompts([prompt], self.running.tokenizer)
-        request = Submission(self._thread, [tokenized.token_ids], params, priority)
+        prepared = await self._prepare(params)
+        request = Submission(self._thread, [tokenized.token_ids], prepared, priority)
         names = map(str, self._numbers) if request_id is None else [request_id]
         for name in names:
             # Looked up and taken at once: another loop may be about to take the same name.
@@ -90,7 +96,8 @@ class AsyncLLM:
         prompts: token ids. Raises UsageError if one of them can never run, PipelineError if the
         pipeline broke; nothing of them runs then.
         """
-        submission = Submission(self._thread, prompts, sampling_params, priority)
+        prepared = await self._prepare(sampling_params)
+        submission = Submission(self._thread, prompts, prepared, priority)
         self._thread.add(submission)
         try:
             await submission.accepted()
@@ -98,6 +105,14 @@ class AsyncLLM:
             submission.abort()
             raise
         return submission
+
+    async def _prepare(self, params: SamplingParams) -> Prepared:
+        """For the engine; long lists beside the event loop."""
+        prepare = self.running.engine.prepare
+        texts = (*params.stop, *params.bad_words)
+        if len(texts) > _MANY_TEXTS or sum(map(len, texts)) > _MANY_CHARACTERS:
+            return await asyncio.to_thread(prepare, params)
+        return prepare(params)
 
     async def abort(self, request_id: str) -> None:
         """End a request, whose stream then ends with finish_reason "abort"; unknown ones are

@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from headrace.engine.outputs import OutputDelta
+from headrace.engine.prepared import Prepared
 from headrace.errors import HeadraceError, PipelineError, UsageError
 from headrace.launcher import RunningEngine
-from headrace.protocol.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -31,18 +31,19 @@ class Submission:
         self,
         thread: "EngineThread",
         prompts: list[list[int]],
-        params: SamplingParams,
+        prepared: Prepared,
         priority: int,
     ) -> None:
         self.requests = [Request(self, number, prompt) for number, prompt in enumerate(prompts)]
-        self.params = params
+        self.prepared = prepared
+        self.params = prepared.params
         self.priority = priority
         self.loop = asyncio.get_running_loop()
         self._thread = thread
         self._accepted = False
         self._news = asyncio.Event()
         self._deltas: deque[tuple[int, list[OutputDelta]]] = deque()
-        self._unfinished = params.n * len(prompts)
+        self._unfinished = self.params.n * len(prompts)
         self._error: HeadraceError | None = None
 
     async def accepted(self) -> None:
@@ -210,7 +211,7 @@ class EngineThread:
         try:
             for request in submission.requests:
                 request.engine_id = self._engine.add(
-                    request.prompt, submission.params, submission.priority
+                    request.prompt, submission.prepared, submission.priority
                 )
                 self._requests[request.engine_id] = request
             _post(submission.loop, submission.accept)

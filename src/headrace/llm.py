@@ -11,6 +11,7 @@ from typing import Any
 from headrace.checkpoint.tokenizer import Message
 from headrace.config import EngineConfig
 from headrace.engine.outputs import OutputDelta, OutputGatherer, RequestOutput
+from headrace.engine.prepared import Prepared
 from headrace.errors import PipelineError, UsageError
 from headrace.launcher import RunningEngine, launch
 from headrace.progress import batch_progress
@@ -193,11 +194,17 @@ class LLM:
             raise UsageError(f"{len(priorities)} priorities were given for {len(prompts)} prompts")
         requests: dict[int, OutputGatherer] = {}
         arrived: deque[OutputDelta] = deque()
+        # By identity: mostly all prompts have the same.
+        prepared: dict[int, Prepared] = {}
         try:
             for number, prompt in enumerate(prompts):
                 choice = params[number]
                 try:
-                    request_id = self._add(prompt.token_ids, choice, priorities[number], arrived)
+                    if id(choice) not in prepared:
+                        prepared[id(choice)] = self.running.engine.prepare(choice)
+                    request_id = self._add(
+                        prompt.token_ids, prepared[id(choice)], priorities[number], arrived
+                    )
                 except UsageError as error:
                     if len(prompts) == 1 or not self._end_stages.alive:
                         raise
@@ -220,7 +227,11 @@ class LLM:
         return [gatherer.output() for gatherer in requests.values()]
 
     def _add(
-        self, prompt: list[int], params: SamplingParams, priority: int, reader: deque[OutputDelta]
+        self,
+        prompt: list[int],
+        params: SamplingParams | Prepared,
+        priority: int,
+        reader: deque[OutputDelta],
     ) -> int:
         self._check_open()
         self._ask_for_engine()

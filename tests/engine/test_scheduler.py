@@ -42,8 +42,10 @@ def sequence(
 ) -> Sequence:
     tokens = [100 + number] * prompt if isinstance(prompt, int) else prompt
     asked = SamplingParams(max_tokens=outputs, **params)
-    sampling = resolve(asked, seed=number, eos_token_ids=[EOS], bad_words=[])
-    return Sequence(number, 0, tokens, asked, sampling, outputs, priority)
+    stops = frozenset(asked.stop_token_ids)
+    return Sequence(
+        number, 0, tokens, asked, resolve(asked, number), outputs, priority, stop_tokens=stops
+    )
 
 
 def result_of(plan: Plan, token: int = 5) -> Result:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine.stop_strings import StopStrings
+from headrace.engine.stop_strings import StopPatterns, StopStrings
 
 SMALL_TEXTS = ["".join(letters) for n in range(5) for letters in product("abc", repeat=n)]
 stops = st.lists(st.sampled_from(SMALL_TEXTS[1:]), min_size=1, max_size=3).map(tuple)
@@ -48,7 +48,7 @@ def searched(
 def test_the_text_ends_where_a_search_of_the_whole_finds_the_first_stop_string(
     pieces: list[str], stop: tuple[str, ...], include: bool, min_tokens: int
 ) -> None:
-    result = run(StopStrings(stop, include, min_tokens), pieces)
+    result = run(StopStrings(StopPatterns(stop), include, min_tokens), pieces)
     assert result == searched(pieces, stop, include, min_tokens)
 
 
@@ -57,7 +57,7 @@ def test_the_text_ends_where_a_search_of_the_whole_finds_the_first_stop_string(
 def test_only_what_may_become_a_stop_string_is_held_back(
     pieces: list[str], stop: tuple[str, ...], min_tokens: int
 ) -> None:
-    watched = StopStrings(stop, False, min_tokens)
+    watched = StopStrings(StopPatterns(stop), False, min_tokens)
     beginnings = {string[:length] for string in stop for length in range(1, len(string))}
     pushed = out = ""
     for number, piece in enumerate(pieces, 1):
@@ -75,22 +75,25 @@ def test_only_what_may_become_a_stop_string_is_held_back(
 
 
 def test_the_stop_string_that_ends_first_wins_and_then_the_first_in_the_list() -> None:
-    assert run(StopStrings(("abcd", "bc"), False, 0), ["xabcdy"]) == ("xa", "bc")
-    assert run(StopStrings(("c", "abc"), False, 0), ["xabcy"]) == ("xab", "c")
-    assert run(StopStrings(("abc", "c"), False, 0), ["xabcy"]) == ("x", "abc")
+    assert run(StopStrings(StopPatterns(("abcd", "bc")), False, 0), ["xabcdy"]) == ("xa", "bc")
+    assert run(StopStrings(StopPatterns(("c", "abc")), False, 0), ["xabcy"]) == ("xab", "c")
+    assert run(StopStrings(StopPatterns(("abc", "c")), False, 0), ["xabcy"]) == ("x", "abc")
 
 
 @pytest.mark.parametrize(("include", "expected"), [(False, "one "), (True, "one STOP")])
 def test_a_stop_string_over_several_tokens_is_cut_or_kept(include: bool, expected: str) -> None:
     pieces = ["one", " S", "T", "", "OP!", " more"]
-    assert run(StopStrings(("STOP",), include, 0), pieces) == (expected, "STOP")
+    assert run(StopStrings(StopPatterns(("STOP",)), include, 0), pieces) == (expected, "STOP")
 
 
 def test_a_stop_string_within_the_first_min_tokens_does_not_count_but_may_begin_there() -> None:
-    assert run(StopStrings(("ab",), False, 2), ["ab", "ab", "cab"]) == ("ababc", "ab")
-    assert run(StopStrings(("ab",), False, 2), ["ab", "a", "b"]) == ("ab", "ab")
-    assert run(StopStrings(("ab",), False, 2), ["ab", "ab"]) == ("abab", None)
+    assert run(StopStrings(StopPatterns(("ab",)), False, 2), ["ab", "ab", "cab"]) == ("ababc", "ab")
+    assert run(StopStrings(StopPatterns(("ab",)), False, 2), ["ab", "a", "b"]) == ("ab", "ab")
+    assert run(StopStrings(StopPatterns(("ab",)), False, 2), ["ab", "ab"]) == ("abab", None)
 
 
 def test_a_short_stop_string_ignored_inside_a_longer_beginning_stays_ignored() -> None:
-    assert run(StopStrings(("abc", "b"), False, 1), ["ab", "x", "c"]) == ("abxc", None)
+    assert run(StopStrings(StopPatterns(("abc", "b")), False, 1), ["ab", "x", "c"]) == (
+        "abxc",
+        None,
+    )

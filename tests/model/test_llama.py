@@ -93,7 +93,7 @@ def run_stages(
         )
         executors.append(_Recorder(model, 2, 40, 4, 32, torch.device("cpu")))
     greedy = SamplingParams(temperature=0, max_tokens=outputs)
-    sampling = resolve(greedy, seed=0, eos_token_ids=[], bad_words=[])
+    sampling = resolve(greedy, seed=0)
     sequence = Sequence(0, 0, prompt, greedy, sampling, outputs)
     scheduler = Scheduler(
         SchedulerConfig(

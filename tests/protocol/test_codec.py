@@ -28,6 +28,7 @@ from headrace.protocol.plan import (
     Row,
     Sampling,
     TokenRef,
+    TokenRules,
     Yield,
     referenced_steps,
     samples,
@@ -53,11 +54,16 @@ admissions = st.builds(
         Sampling,
         seed=st.integers(0, 2**63 - 1),
         temperature=st.floats(0, 2),
-        logit_bias=st.dictionaries(numbers, st.floats(-100, 100), max_size=2),
-        bad_words=st.lists(st.lists(numbers, min_size=1, max_size=3), max_size=2),
-        end_tokens=st.lists(numbers, max_size=2),
         logprobs=st.none() | st.integers(-1, 9),
     ),
+    rules=st.none() | numbers,
+)
+token_rules = st.builds(
+    TokenRules,
+    number=numbers,
+    logit_bias=st.dictionaries(numbers, st.floats(-100, 100), max_size=2),
+    bad_words=st.lists(st.lists(numbers, min_size=1, max_size=3), max_size=2),
+    end_tokens=st.lists(numbers, max_size=2),
 )
 plans = st.builds(
     Plan,
@@ -68,6 +74,8 @@ plans = st.builds(
     admitted=st.lists(admissions, max_size=2),
     appended=st.lists(st.builds(BlocksAppended, numbers, st.lists(numbers)), max_size=3),
     released=st.lists(numbers, max_size=3),
+    rules=st.lists(token_rules, max_size=2),
+    dropped=st.lists(numbers, max_size=2),
 )
 
 
@@ -133,7 +141,7 @@ def test_a_plan_tells_its_tokens_references_and_whether_it_samples() -> None:
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("max_tokens", 0),
-        ("seed", -2),
+        ("seed", -(2**63) - 1),
         ("seed", 2**63),
         ("stop_token_ids", (3, -1)),
     ],

@@ -46,8 +46,8 @@ def test_the_defaults_are_vllms() -> None:
         ("presence_penalty", -2.1, "from -2 to 2"),
         ("frequency_penalty", 2.1, "from -2 to 2"),
         ("frequency_penalty", -2.1, "from -2 to 2"),
-        ("seed", -2, f"from 0 to {MAX_SEED} or -1"),
-        ("seed", MAX_SEED + 1, f"from 0 to {MAX_SEED}"),
+        ("seed", -MAX_SEED - 2, f"from -{MAX_SEED + 1} to {MAX_SEED}"),
+        ("seed", MAX_SEED + 1, f"from -{MAX_SEED + 1} to {MAX_SEED}"),
         ("max_tokens", 0, "from 1 to 2147483647"),
         ("max_tokens", 2**31, "from 1 to 2147483647"),
         ("min_tokens", -1, "from 0 to 16"),
@@ -63,8 +63,6 @@ def test_the_defaults_are_vllms() -> None:
         ("bad_words", [""], "empty"),
         ("logit_bias", {-1: 1.0}, "from 0 to 2147483647"),
         ("logit_bias", {2**31: 1.0}, "from 0 to 2147483647"),
-        ("logit_bias", {3: 100.5}, "from -100 to 100"),
-        ("logit_bias", {3: -100.5}, "from -100 to 100"),
     ],
 )
 def test_a_value_out_of_range_is_named_with_field_and_range(
@@ -84,12 +82,29 @@ def test_a_value_out_of_range_is_named_with_field_and_range(
     "field",
     [
         "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-        "frequency_penalty", "logit_bias",
+        "frequency_penalty",
     ],
 )  # fmt: skip
 def test_only_finite_numbers_are_taken(field: str, value: float) -> None:
     with pytest.raises(UsageError, match=rf"^{field}\b.* not -?(nan|inf)$"):
-        params(**{field: {5: value} if field == "logit_bias" else value})
+        params(**{field: value})
+
+
+def test_a_bias_beyond_100_counts_as_100_as_in_vllm_and_is_a_number() -> None:
+    given = {1: 100.5, 2: -1e9, 3: INF, 4: -INF, 5: 99.5}
+    assert params(logit_bias=given).logit_bias == {1: 100, 2: -100, 3: 100, 4: -100, 5: 99.5}
+    with pytest.raises(UsageError, match=r"^logit_bias\b.* token 6 must not be nan"):
+        params(logit_bias={5: 1.0, 6: NAN})
+
+
+@pytest.mark.parametrize(("field", "most"), [("stop", 8192), ("bad_words", 131072)])
+def test_texts_have_a_bound_on_their_sum(field: str, most: int) -> None:
+    texts = [f"{n:08}" for n in range(most // 8)]
+    assert len(getattr(params(**{field: texts}), field)) == most // 8
+    with pytest.raises(UsageError, match=rf"^{field} may have {most} characters .* not {most + 1}"):
+        params(**{field: [*texts, "x"]})
+    # What is said twice counts once.
+    assert getattr(params(**{field: ["ab"] * most}), field) == ("ab",)
 
 
 @pytest.mark.parametrize(
@@ -155,47 +170,36 @@ def test_it_cannot_be_changed() -> None:
         SamplingParams().n = 2  # type: ignore[misc]
 
 
-def resolved(made: SamplingParams, **more: Any) -> Sampling:
-    return resolve(made, **{"seed": 9, "eos_token_ids": [7, 2], "bad_words": [], **more})
-
-
 def test_what_the_last_stage_needs_is_handed_on() -> None:
     made = params(
         temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, repetition_penalty=1.5,
-        presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={4: 2.0}, bad_words=["x"],
-        seed=1, logprobs=2, prompt_logprobs=-1,
+        presence_penalty=0.5, frequency_penalty=-0.5, seed=1, logprobs=2, prompt_logprobs=-1,
+        min_tokens=4,
     )  # fmt: skip
-    assert resolved(made, bad_words=[[5, 6]]) == Sampling(
+    assert resolve(made, 9) == Sampling(
         seed=9, temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, repetition_penalty=1.5,
-        presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={4: 2.0}, bad_words=[[5, 6]],
-        logprobs=2, prompt_logprobs=-1,
+        presence_penalty=0.5, frequency_penalty=-0.5, min_tokens=4, logprobs=2, prompt_logprobs=-1,
     )  # fmt: skip
-    assert resolved(SamplingParams()) == Sampling(seed=9)
+    assert resolve(SamplingParams(), 9) == Sampling(seed=9)
 
 
-def test_top_k_minus_one_is_none_and_a_tiny_temperature_is_greedy() -> None:
-    assert resolved(params(top_k=-1)).top_k == 0
-    assert resolved(params(temperature=9e-6)).temperature == 0.0
-    assert resolved(params(temperature=1e-5)).temperature == 1e-5
+def test_top_k_minus_one_is_none() -> None:
+    assert resolve(params(top_k=-1), 9).top_k == 0
 
 
 @pytest.mark.parametrize(
-    ("ignore_eos", "min_tokens", "ends"),
-    [(False, 0, []), (True, 0, []), (False, 2, [2, 7, 8]), (True, 2, [2, 7, 8])],
+    ("asked", "taken"),
+    [(0, 0.0), (1e-300, 0.01), (1e-6, 0.01), (0.00999, 0.01), (0.01, 0.01), (0.02, 0.02)],
 )
-def test_ends_are_told_only_if_some_outputs_must_come_first(
-    ignore_eos: bool, min_tokens: int, ends: list[int]
+def test_a_temperature_below_a_hundredth_counts_as_that_as_in_vllm(
+    asked: float, taken: float
 ) -> None:
-    made = params(ignore_eos=ignore_eos, min_tokens=min_tokens, stop_token_ids=[8])
-    told = resolved(made)
-    assert (told.min_tokens, told.end_tokens) == (min_tokens, ends)
+    assert params(temperature=asked).temperature == taken
+    assert resolve(params(temperature=asked), 9).temperature == taken
+    # So only 0 is greedy.
+    assert params(temperature=asked).greedy == (asked == 0)
 
 
-def test_a_bad_word_without_tokens_is_refused() -> None:
-    with pytest.raises(UsageError, match="bad_words"):
-        resolved(params(bad_words=["x"]), bad_words=[[1], []])
-
-
-@given(seed=st.integers(0, MAX_SEED))
+@given(seed=st.integers(-MAX_SEED - 1, MAX_SEED).filter(lambda seed: seed != -1))
 def test_every_seed_is_taken(seed: int) -> None:
     assert params(seed=seed).seed == seed

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.protocol.plan import Admission, Sampling
+from headrace.protocol.plan import Admission, Sampling, TokenRules
 from headrace.protocol.sampling_params import MAX_SEED
+from headrace.sampling.rules import SlotRules
 from headrace.sampling.sampler import (
     adjusted_logits,
     choose_by_torch,
@@ -18,7 +19,7 @@ from headrace.sampling.sampler import (
     waiting_times,
 )
 from headrace.sampling.slot import SlotSampling
-from sampling.slots import samplings, slot
+from sampling.slots import samplings, slot, token_rules
 
 VOCAB = 61
 FIRST_TIMES = [0.03535977005958557, 0.01161393616348505]
@@ -29,6 +30,7 @@ class Case:
     """A sequence by itself: the logits that it sees at each step come from its own seed."""
 
     admission: Admission
+    rules: TokenRules
     logits: torch.Tensor
 
     def slot(self, outputs: list[int] | None = None) -> SlotSampling:
@@ -36,6 +38,7 @@ class Case:
         return SlotSampling(
             Admission(0, self.admission.prompt, known, 0, self.admission.sampling),
             self.logits.shape[-1],
+            SlotRules(self.rules, self.logits.shape[-1]),
         )
 
     def alone(self) -> list[int]:
@@ -51,7 +54,8 @@ def cases(draw: st.DrawFn, vocab_size: int = VOCAB, steps: int = 4) -> Case:
     # Rounded logits have ties.
     logits = logits.bfloat16().float() if draw(st.booleans()) else logits
     sampling = draw(samplings(vocab_size))
-    return Case(Admission(0, [1, *draw(tokens)], draw(tokens), 0, sampling), logits)
+    admission = Admission(0, [1, *draw(tokens)], draw(tokens), 0, sampling)
+    return Case(admission, draw(token_rules(vocab_size)), logits)
 
 
 @given(seed=st.integers(0, MAX_SEED), index=st.integers(0, 2**31), count=st.integers(1, 50))
@@ -136,16 +140,17 @@ def test_a_sequence_admitted_again_with_its_outputs_goes_on_as_if_nothing_happen
 def test_a_slot_used_before_hands_nothing_on() -> None:
     logits = torch.randn(8, 1, VOCAB, generator=torch.Generator().manual_seed(3))
     sampling = Sampling(
-        seed=5, repetition_penalty=1.5, frequency_penalty=2.0, bad_words=[[3], [4, 5]],
-        min_tokens=4, end_tokens=[7], logit_bias={2: 1.0},
+        seed=5, repetition_penalty=1.5, frequency_penalty=2.0, min_tokens=4,
     )  # fmt: skip
+    told = TokenRules(0, bad_words=[[3], [4, 5]], end_tokens=[7], logit_bias={2: 1.0})
+    rules = SlotRules(told, VOCAB)
     admission = Admission(3, [1, 2], [], 0, sampling)
 
     def run(own: SlotSampling) -> list[int]:
         return [int(sample(row, [own])) for row in logits]
 
-    first = run(SlotSampling(admission, VOCAB))
-    assert run(SlotSampling(admission, VOCAB)) == first
+    first = run(SlotSampling(admission, VOCAB, rules))
+    assert run(SlotSampling(admission, VOCAB, rules)) == first
     assert admission == Admission(3, [1, 2], [], 0, sampling)
     # The next sequence of the slot, with settings of another kind, is like one that came first.
     plain = SlotSampling(Admission(3, [1], [], 0, Sampling(seed=6)), VOCAB)

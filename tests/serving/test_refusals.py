@@ -221,8 +221,21 @@ def test_values_that_ask_for_nothing_are_taken_in_chats(client: OpenAI, llm: LLM
         ("bad_words", ["a"] * 1025),
         ("logit_bias", {str(token): 1 for token in range(1025)}),
         ("bad_words", ["a" * 10_001]),
+        ("stop", [f"{n:04}" + "a" * 50 for n in range(200)]),
+        ("bad_words", [f"{n:04}" + "a" * 500 for n in range(1000)]),
+        # Fewer characters than there may be, but too many tokens.
+        ("bad_words", [f"{n:04}" + "é" * 50 for n in range(1000)]),
     ],
-    ids=["stop", "stop tokens", "bad words", "biases", "a long bad word"],
+    ids=[
+        "stop",
+        "stop tokens",
+        "bad words",
+        "biases",
+        "a long bad word",
+        "stop in all",
+        "bad words in all",
+        "tokens of bad words in all",
+    ],
 )
 def test_what_everybody_waits_for_is_bounded(client: OpenAI, field: str, value: Any) -> None:
     with pytest.raises(openai.BadRequestError) as caught:

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -14,13 +13,13 @@ from headrace.engine.detokenizer import Detokenizer, TextStream
 from headrace.engine.link_time import LinkTime
 from headrace.engine.microbatch_count import MicrobatchTuner, window_of
 from headrace.engine.outputs import Logprob, Logprobs, OutputDelta
+from headrace.engine.prepared import Preparation, Prepared
 from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Accepted, Scheduler
 from headrace.engine.stage_usage import StageUsage
 from headrace.engine.stall import LINES_SHOWN, Scene, StallWatch
 from headrace.engine.step_cost import CostFit, StepCost, StepWork, dearest
 from headrace.engine.stop_strings import StopStrings
-from headrace.errors import UsageError
 from headrace.protocol.checks import check_type
 from headrace.protocol.messages import Report, Result, Timeline, TokenLogprobs
 from headrace.protocol.plan import Plan
@@ -87,7 +86,7 @@ class Engine:
     link_time: LinkTime = field(init=False)
     detokenizer: Detokenizer = field(init=False)
     reader: Detokenizer = field(init=False)
-    _bad_words: Callable[[tuple[str, ...]], list[list[int]]] = field(init=False)
+    _preparation: Preparation = field(init=False)
     _requests: dict[int, list[Sequence]] = field(default_factory=dict, init=False)
     _texts: dict[Sequence, _Text] = field(default_factory=dict, init=False)
     # What steps carry whose reports are not all in.
@@ -105,16 +104,24 @@ class Engine:
         self._stall = StallWatch(self.stall_timeout)
         self.detokenizer = Detokenizer(self.tokenizer)
         self.reader = Detokenizer(self.tokenizer, skip_special_tokens=False)
-        # Many prompts with the same words come one after the other.
-        self._bad_words = lru_cache(maxsize=16)(self._tokens_of)
+        eos = self.scheduler.config.eos_token_ids
+        self._preparation = Preparation(self.tokenizer, self.vocab_size, eos, self.max_logprobs)
 
-    def add(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> int:
+    def prepare(self, params: SamplingParams) -> Prepared:
+        """What add() takes, once for any number of prompts. Thread-safe: so that long lists hold up
+        nobody. Raises UsageError for what the model or this engine does not have."""
+        return self._preparation.prepare(params)
+
+    def add(self, prompt: list[int], params: SamplingParams | Prepared, priority: int = 0) -> int:
         """Queue a request and return its id; smaller priorities run first.
 
-        Raises UsageError, and queues nothing, if it could never run.
+        params: prepared, unless they are short. Raises UsageError, and queues nothing, if it could
+        never run.
         """
         check_type("priority", priority, int)
-        self._check(prompt, params)
+        self._preparation.check_tokens("prompt token", prompt)
+        prepared = params if isinstance(params, Prepared) else self.prepare(params)
+        params = prepared.params
         limit = self.scheduler.config.max_model_len
         max_outputs = limit if params.max_tokens is None else params.max_tokens
         self.scheduler.check(len(prompt), max_outputs)
@@ -123,27 +130,28 @@ class Engine:
         seed = params.seed
         if seed is None:
             seed = (self.seed + (request_id + 1) * _SEED_STRIDE) & MAX_SEED
-        bad_words = self._bad_words(tuple(params.bad_words))
-        samplings = [
-            resolve(
-                params,
-                seed=(seed + index) & MAX_SEED,
-                eos_token_ids=self.scheduler.config.eos_token_ids,
-                bad_words=bad_words,
-            )
-            for index in range(params.n)
-        ]
+        samplings = [resolve(params, (seed + index) & MAX_SEED) for index in range(params.n)]
         # One completion's report on the prompt serves all.
         samplings[1:] = [replace(sampling, prompt_logprobs=None) for sampling in samplings[1:]]
         self._requests[request_id] = []
         for index, sampling in enumerate(samplings):
-            sequence = Sequence(request_id, index, prompt, params, sampling, max_outputs, priority)
+            sequence = Sequence(
+                request_id,
+                index,
+                prompt,
+                params,
+                sampling,
+                max_outputs,
+                priority,
+                rules=prepared.rules,
+                stop_tokens=prepared.stop_tokens,
+            )
             self.scheduler.add(sequence)
             self._requests[request_id].append(sequence)
             stops = None
-            if params.stop:
+            if prepared.stops is not None:
                 stops = StopStrings(
-                    tuple(params.stop), params.include_stop_str_in_output, params.min_tokens
+                    prepared.stops, params.include_stop_str_in_output, params.min_tokens
                 )
             self._texts[sequence] = _Text(self.detokenizer.stream(prompt), stops)
         return request_id
@@ -188,41 +196,6 @@ class Engine:
     def set_microbatches(self, count: int) -> None:
         """Have so many groups of sequences take turns, from the next plan on."""
         self.scheduler.set_microbatches(count, window_of(count, self.num_stages))
-
-    def _check(self, prompt: list[int], params: SamplingParams) -> None:
-        """Raises UsageError for tokens that the vocabulary does not have."""
-        size = self.vocab_size
-        named = {
-            "prompt token": prompt,
-            "stop_token_ids": params.stop_token_ids,
-            "logit_bias": params.logit_bias or (),
-        }
-        for name, tokens in named.items():
-            for token in (min(tokens), max(tokens)) if tokens else ():
-                if not 0 <= token < size:
-                    raise UsageError(f"{name} {token} is not in the vocabulary (0 to {size - 1})")
-        limit = size if self.max_logprobs == -1 else min(self.max_logprobs, size)
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(params, name)
-            if count is not None and (count > limit or (count == -1 and limit < size)):
-                raise UsageError(
-                    f"{name} must be at most {limit}, the smaller of --max-logprobs and the "
-                    f"vocabulary, not {count if count != -1 else '-1 (the whole vocabulary)'}"
-                )
-
-    def _tokens_of(self, bad_words: Iterable[str]) -> list[list[int]]:
-        """Each word's tokens at the beginning of a text and, where those are as many but others,
-        inside one, as in vLLM."""
-        result = []
-        for word in bad_words:
-            own, inside = (
-                list(self.tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False).ids)
-                for prefix in ("", " ")
-            )
-            result.append(own)
-            if own and inside[0] != own[0] and len(inside) == len(own):
-                result.append(inside)
-        return result
 
     def _to_output(self, accepted: Accepted, now: float) -> OutputDelta:
         sequence, token = accepted.sequence, accepted.token

@@ -4,7 +4,15 @@ from dataclasses import dataclass, field
 
 from headrace.engine.request import Sequence
 from headrace.engine.step_cost import StepWork, chunk_attended
-from headrace.protocol.plan import Admission, BlocksAppended, Plan, Row, TokenRef, Yield
+from headrace.protocol.plan import (
+    Admission,
+    BlocksAppended,
+    Plan,
+    Row,
+    TokenRef,
+    TokenRules,
+    Yield,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,7 @@ class PlanDraft:
     rows: list[Row] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     appended: list[BlocksAppended] = field(default_factory=list)
+    rules: list[TokenRules] = field(default_factory=list)
     _tokens: int = 0
     _attended: int = 0
     _sequences: list[Sequence] = field(default_factory=list)
@@ -70,7 +79,7 @@ class PlanDraft:
         """What the step carries so far."""
         return StepWork(self._tokens, self._attended, sum(self._samples))
 
-    def plan(self, epoch: int, released: list[int]) -> Plan:
+    def plan(self, epoch: int, released: list[int], dropped: list[int]) -> Plan:
         """The plan, complete."""
         return Plan(
             epoch=epoch,
@@ -80,6 +89,8 @@ class PlanDraft:
             admitted=self.admitted,
             appended=self.appended,
             released=released,
+            rules=self.rules,
+            dropped=dropped,
         )
 
     def in_flight(self) -> StepInFlight:

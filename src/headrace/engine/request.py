@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from headrace.engine.shared_rules import SharedRules
 from headrace.protocol.plan import Sampling, TokenRef
 from headrace.protocol.sampling_params import SamplingParams
 
@@ -14,8 +15,9 @@ class Sequence:
     """One completion of one request.
 
     index: which of the request's n completions. prompt: token ids, at least one. sampling: what the
-    last stage is told. priority: smaller runs first; arrival: numbers sequences as they came.
-    outputs: the tokens accepted from results. stop_tokens: params.stop_token_ids, quick to look in.
+    last stage is told; rules: the long part of it, shared with the request's other completions.
+    stop_tokens: params.stop_token_ids, quick to look in. priority: smaller runs first; arrival:
+    numbers sequences as they came. outputs: the tokens accepted from results.
 
     While it has a slot: known: prompt and outputs at its admission, all of which are prefilled.
     planned_positions: positions that are cached or whose forward pass is in some plan.
@@ -53,10 +55,8 @@ class Sequence:
     admitted_at: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    stop_tokens: frozenset[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stop_tokens = frozenset(self.params.stop_token_ids)
+    rules: SharedRules | None = None
+    stop_tokens: frozenset[int] = frozenset()
 
     @property
     def finished(self) -> bool:

@@ -19,6 +19,7 @@ from headrace.engine.prefill_policy import (
 )
 from headrace.engine.prefix_cache import PrefixCache
 from headrace.engine.request import FinishReason, Sequence
+from headrace.engine.shared_rules import RulesOnStage
 from headrace.engine.step_cost import (
     NO_WORK,
     PRIOR,
@@ -93,6 +94,7 @@ class Scheduler:
         self._policy = prefill_policy(config.prefill_policy)
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._cache = PrefixCache(self._pool, config.block_size, config.prefix_caching)
+        self._rules = RulesOnStage()
         self._waiting = WaitingQueue()
         # Ordered by rank.
         self._prefilling: list[Sequence] = []
@@ -173,7 +175,8 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether nothing waits, runs, is to be released or is on its way."""
-        return not (self._waiting or self.num_running or self._releasing or self._in_flight)
+        pending = self._releasing or self._rules.unused
+        return not (self._waiting or self.num_running or pending or self._in_flight)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; raises UsageError if it could never run."""
@@ -181,6 +184,7 @@ class Scheduler:
         sequence.max_outputs = min(
             sequence.max_outputs, self.config.max_model_len - len(sequence.prompt)
         )
+        self._rules.join(sequence.rules)
         sequence.arrival = self._arrivals
         sequence.queued_at = self._clock()
         self._arrivals += 1
@@ -210,6 +214,7 @@ class Scheduler:
         if sequence.finished:
             return
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        self._rules.leave(sequence.rules)
         if sequence.slot is None:
             self._waiting.remove(sequence)
         else:
@@ -222,11 +227,11 @@ class Scheduler:
         draft = PlanDraft(self._next_step)
         self._groups.even_out(self.cost)
         self._plan_rows(draft)
-        if not draft.rows and not self._releasing:
+        if not (draft.rows or self._releasing or self._rules.unused):
             return None
         self._groups.planned(draft.group, draft.decode_rows)
         self._cache.step_planned()
-        plan = draft.plan(self.config.epoch, self._release())
+        plan = draft.plan(self.config.epoch, self._release(), self._rules.drop_unused())
         self._in_flight.append(draft.in_flight())
         self._next_step += 1
         self.newest_work = draft.work
@@ -425,8 +430,10 @@ class Scheduler:
             sequence.cached_tokens = computed
             self._cache.first_admitted(sequence, computed)
         insort(self._prefilling, sequence, key=by_rank)
+        rules = self._rules.number(sequence.rules, draft.rules)
+        outputs = list(sequence.outputs)
         draft.admitted.append(
-            Admission(slot, sequence.prompt, list(sequence.outputs), computed, sequence.sampling)
+            Admission(slot, sequence.prompt, outputs, computed, sequence.sampling, rules)
         )
         if cached:
             draft.appended.append(BlocksAppended(slot, cached))

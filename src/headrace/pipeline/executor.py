@@ -14,6 +14,7 @@ from headrace.pipeline.stage_loop import PlanOrderError
 from headrace.protocol.messages import RowLogprobs, TokenLogprobs
 from headrace.protocol.model_config import ModelConfig
 from headrace.protocol.plan import Admission, Plan, Yield, row_samples
+from headrace.sampling.rules import SlotRules
 from headrace.sampling.sampler import sample, token_logprobs
 from headrace.sampling.slot import SlotSampling
 
@@ -75,6 +76,8 @@ class ModelExecutor:
     # By slot, the first position that is not computed yet; -1 for slots that nobody has.
     _next_positions: np.ndarray = field(init=False)
     _slots: dict[int, _Slot] = field(default_factory=dict, init=False)
+    # By number; on the last stage only.
+    _rules: dict[int, SlotRules] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         config = self.model.config
@@ -96,7 +99,11 @@ class ModelExecutor:
             torch.accelerator.synchronize(self.device)
 
     def begin(self, plan: Plan) -> None:
-        """Apply the plan's admissions and appended blocks."""
+        """Apply the plan's rules, admissions and appended blocks."""
+        for rules in plan.rules:
+            if rules.number in self._rules:
+                raise PlanOrderError(f"the plan brings rules {rules.number} a second time")
+            self._rules[rules.number] = SlotRules(rules, self.model.config.vocab_size)
         for admission in plan.admitted:
             self._admit(admission)
         for appended in plan.appended:
@@ -137,11 +144,14 @@ class ModelExecutor:
         ]
 
     def end(self, plan: Plan) -> None:
-        """Apply the plan's releases."""
+        """Apply the plan's releases, and forget the rules that it drops."""
         for number in plan.released:
             self._slot(number)
             del self._slots[number]
             self._next_positions[number] = -1
+        for number in plan.dropped:
+            if self._rules.pop(number, None) is None:
+                raise PlanOrderError(f"the plan drops rules {number}, which are not there")
 
     def activations_buffer(self, tokens: int) -> torch.Tensor:
         """A new buffer for activations [tokens, hidden] of the model's dtype."""
@@ -157,7 +167,12 @@ class ModelExecutor:
         # A new object, so that nothing of the slot's former sequence can remain.
         sampling = None
         if self.model.samples:
-            sampling = SlotSampling(admission, self.model.config.vocab_size)
+            rules = None
+            if admission.rules is not None:
+                rules = self._rules.get(admission.rules)
+                if rules is None:
+                    raise PlanOrderError(f"the plan names rules {admission.rules}, not there")
+            sampling = SlotSampling(admission, self.model.config.vocab_size, rules)
         self._slots[admission.slot] = _Slot(admission, sampling)
         self._next_positions[admission.slot] = admission.computed
 
@@ -175,8 +190,8 @@ class ModelExecutor:
         """By row, the report on its sampled token, where one was asked for."""
         wanted = [
             (place, row, count)
-            for place, (row, _) in enumerate(self._sampling_rows(plan))
-            if (count := self._slot(plan.rows[row].slot).admission.sampling.logprobs) is not None
+            for place, (row, sampling) in enumerate(self._sampling_rows(plan))
+            if (count := sampling.logprobs) is not None
         ]
         if not wanted:
             return {}
@@ -192,10 +207,11 @@ class ModelExecutor:
         first = 0
         for number, row in enumerate(plan.rows):
             if row.yields & Yield.PROMPT_LOGPROBS:
-                admission = self._slot(row.slot).admission
+                slot = self._slot(row.slot)
                 assert row.start is not None
-                targets = admission.prompt[row.start + 1 : row.start + 1 + len(row.inputs)]
-                count = admission.sampling.prompt_logprobs
+                assert slot.sampling is not None
+                targets = slot.admission.prompt[row.start + 1 : row.start + 1 + len(row.inputs)]
+                count = slot.sampling.prompt_logprobs
                 assert count is not None
                 found[number] = []
                 for begin in range(0, len(targets), _PROMPT_LOGPROBS_AT_ONCE):

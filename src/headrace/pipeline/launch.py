@@ -123,7 +123,10 @@ class StageProcesses:
 
     def send(self, plan: Plan) -> None:
         """Give the plan to every rank, in order."""
-        self._send_all(plan)
+        for stage, data in zip(
+            self._stages, codec.encode_plan(plan, len(self._stages)), strict=True
+        ):
+            stage.socket.send(data)
 
     def receive(self, timeout_s: float) -> list[Result | Report]:
         """Messages of this epoch that arrived, waiting up to timeout_s for the first or a wake().

@@ -104,8 +104,9 @@ class VirtualStages:
     def send(self, plan: Plan) -> None:
         """Give the plan to every stage, in order."""
         self.events.append((self._clock.now, "engine", plan))
-        data = codec.encode(plan)
-        for socket in self._plans_to:
+        for socket, data in zip(
+            self._plans_to, codec.encode_plan(plan, len(self._plans_to)), strict=True
+        ):
             socket.send(data)
 
     def send_to(self, stage: int, message: Plan | Stop) -> None:

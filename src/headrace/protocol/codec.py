@@ -3,6 +3,7 @@
 import msgspec
 
 from headrace.protocol.messages import FromStage, ToStage
+from headrace.protocol.plan import Plan, without_choice
 
 _encoder = msgspec.msgpack.Encoder()
 _to_stage: msgspec.msgpack.Decoder[ToStage] = msgspec.msgpack.Decoder(ToStage)
@@ -12,6 +13,13 @@ _from_stage: msgspec.msgpack.Decoder[FromStage] = msgspec.msgpack.Decoder(FromSt
 def encode(message: ToStage | FromStage) -> bytes:
     """One message as bytes."""
     return _encoder.encode(message)
+
+
+def encode_plan(plan: Plan, num_stages: int) -> list[bytes]:
+    """What each stage is sent of a plan, by stage: the last alone how tokens are chosen."""
+    others = without_choice(plan)
+    whole = encode(plan)
+    return [whole if others is plan else encode(others)] * (num_stages - 1) + [whole]
 
 
 def decode_to_stage(data: bytes) -> ToStage:

@@ -3,6 +3,7 @@
 import enum
 
 import msgspec
+from msgspec.structs import replace
 
 
 class TokenRef(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -40,10 +41,9 @@ class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Sampling(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """What the last stage needs to choose a sequence's tokens, worked out by the engine.
 
-    Meanings are those of SamplingParams; top_k is 0 for none. bad_words: token sequences of which
-    no output may contain one. end_tokens: those that may not come before min_tokens outputs.
-    logprobs, prompt_logprobs: how many of the likeliest tokens to report besides the token itself,
-    -1 for the whole vocabulary, None for no report.
+    Meanings are those of SamplingParams; top_k is 0 for none. logprobs, prompt_logprobs: how many
+    of the likeliest tokens to report besides the token itself, -1 for the whole vocabulary, None
+    for no report.
     """
 
     seed: int
@@ -54,12 +54,23 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    bad_words: list[list[int]] = []
     min_tokens: int = 0
-    end_tokens: list[int] = []
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+
+
+class TokenRules(msgspec.Struct, array_like=True, frozen=True):
+    """What is long in the choice of tokens: sent once for all completions that go by it.
+
+    number: what admissions call it, used once in an epoch. bad_words: token sequences, none empty,
+    of which no output may contain one. logit_bias: what to add to the logits of which tokens.
+    end_tokens: those that may not come before Sampling.min_tokens outputs.
+    """
+
+    number: int
+    bad_words: list[list[int]] = []
+    logit_bias: dict[int, float] = {}
+    end_tokens: list[int] = []
 
 
 class Admission(msgspec.Struct, array_like=True, frozen=True):
@@ -67,14 +78,17 @@ class Admission(msgspec.Struct, array_like=True, frozen=True):
 
     prompt and outputs are its tokens so far (outputs: after a preemption); the next token it
     samples has the index len(outputs), which with the seed fixes its random number. computed: how
-    many positions the blocks appended in this plan hold already (prefix cache).
+    many positions the blocks appended in this plan hold already (prefix cache). sampling and rules,
+    the number of the TokenRules if it goes by some, are for the last stage alone: the others are
+    told None.
     """
 
     slot: int
     prompt: list[int]
     outputs: list[int]
     computed: int
-    sampling: Sampling
+    sampling: Sampling | None
+    rules: int | None = None
 
 
 class BlocksAppended(msgspec.Struct, array_like=True, frozen=True):
@@ -85,10 +99,13 @@ class BlocksAppended(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Plan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
-    """One step. Ranks apply, in this order: admitted, appended, rows, released.
+    """One step. Ranks apply, in this order: rules, admitted, appended, rows, released, dropped.
 
     What plan n releases may be given out again by plan n + 1. Without rows no tensor moves, but
     the step has a number and a result like any other.
+
+    rules, dropped: TokenRules that admissions refer to from now on, and the numbers of those to
+    which none does any more; for the last stage alone.
     """
 
     epoch: int
@@ -98,6 +115,16 @@ class Plan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
     admitted: list[Admission]
     appended: list[BlocksAppended]
     released: list[int]
+    rules: list[TokenRules] = []
+    dropped: list[int] = []
+
+
+def without_choice(plan: Plan) -> Plan:
+    """The plan as all stages but the last are sent it: the same, but for how tokens are chosen."""
+    if not (plan.admitted or plan.rules or plan.dropped):
+        return plan
+    admitted = [replace(admission, sampling=None, rules=None) for admission in plan.admitted]
+    return replace(plan, admitted=admitted, rules=[], dropped=[])
 
 
 def token_count(plan: Plan) -> int:

@@ -1,7 +1,7 @@
 """What a client may ask of the choice of tokens, and what of it goes to the last stage."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,8 +15,15 @@ MAX_SEED = 2**63 - 1
 _MAX_N = 16384
 # No context and no vocabulary is longer.
 _MAX_COUNT = 2**31 - 1
-# Below this temperature vLLM takes the likeliest token.
-_GREEDY_BELOW = 1e-5
+# vLLM's bounds: lower temperatures than that count as that (its _MAX_TEMP), but for 0, and a bias
+# beyond this as this.
+_LOWEST_TEMPERATURE = 0.01
+_MOST_BIAS = 100.0
+# Of all texts of a request together. Every completion is watched for its stop strings, and bad
+# words become tokens, of which there may be MOST_BAD_WORD_TOKENS.
+_MOST_STOP_CHARACTERS = 8192
+MOST_BAD_WORD_TOKENS = 8192
+_MOST_BAD_WORD_CHARACTERS = 16 * MOST_BAD_WORD_TOKENS
 _LISTS = ("stop", "stop_token_ids", "bad_words")
 
 
@@ -35,8 +42,8 @@ class SamplingParams(msgspec.Struct, metaclass=_KnownNames, frozen=True, kw_only
     """How the tokens of one request are chosen, with vLLM's names, meanings and ranges.
 
     n: completions of the prompt, each with random numbers of its own.
-    temperature: 0 (below 0.00001) takes the likeliest token, above 0 draws from
-        softmax(logits / temperature).
+    temperature: 0 takes the likeliest token, above 0 draws from softmax(logits / temperature);
+        below 0.01 counts as 0.01.
     min_p: leave out tokens less likely than min_p times the likeliest one; 0 leaves out none.
     top_k: leave out all but the top_k likeliest tokens; 0 or -1 leaves out none.
     top_p: of what min_p and top_k left, take the fewest likeliest tokens whose probabilities sum
@@ -44,18 +51,21 @@ class SamplingParams(msgspec.Struct, metaclass=_KnownNames, frozen=True, kw_only
     repetition_penalty: divides positive logits of tokens that are in the prompt or the output, and
         multiplies negative ones. frequency_penalty: taken off a token's logit for each time it is
         in the output. presence_penalty: taken off once if it is there at all.
-    logit_bias: what to add to the logits of some token ids.
-    bad_words: texts that must not come about in the output.
+    logit_bias: what to add to the logits of some token ids; beyond 100 and -100 counts as those.
+    bad_words: texts that must not come about in the output; 131,072 characters and 8,192 tokens in
+        all.
     seed: fixes the random numbers of this request; None or -1 derives one from the engine's seed.
     max_tokens: at most so many output tokens; None for as many as the model has room for.
     min_tokens: no end-of-text token and none of stop_token_ids before so many output tokens.
-    stop: text or texts that end the output. include_stop_str_in_output: leave them at its end.
+    stop: text or texts that end the output, 8,192 characters in all. include_stop_str_in_output:
+        leave them at its end.
     stop_token_ids: output tokens that end it, besides the model's end-of-text tokens.
     ignore_eos: go on after an end-of-text token.
     logprobs, prompt_logprobs: for each output or prompt token, report the log-probabilities of so
         many of the likeliest tokens and of the token itself; -1 for the whole vocabulary.
 
-    stop, stop_token_ids and bad_words may be given as None or as lists, and become tuples.
+    stop, stop_token_ids and bad_words may be given as None or as lists, and become tuples without
+    repetitions.
     Raises UsageError (a ValueError) that names field, value and range.
     """
 
@@ -90,19 +100,21 @@ class SamplingParams(msgspec.Struct, metaclass=_KnownNames, frozen=True, kw_only
             check_type(field.name, getattr(self, field.name), field.type)
         # The caller may change its own lists later.
         for name in _LISTS:
-            msgspec.structs.force_setattr(self, name, tuple(getattr(self, name)))
-        if self.logit_bias is not None:
-            msgspec.structs.force_setattr(self, "logit_bias", dict(self.logit_bias))
+            unlike = tuple(dict.fromkeys(getattr(self, name)))
+            msgspec.structs.force_setattr(self, name, unlike)
         if self.seed == -1:
             msgspec.structs.force_setattr(self, "seed", None)
+        if 0.0 < self.temperature < _LOWEST_TEMPERATURE:
+            msgspec.structs.force_setattr(self, "temperature", _LOWEST_TEMPERATURE)
         self._check_choice()
         self._check_ends()
-        self._check_lists()
+        self._check_texts()
+        self._check_tokens()
 
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken, without any random number."""
-        return self.temperature < _GREEDY_BELOW
+        return self.temperature == 0
 
     def _check_choice(self) -> None:
         _check_range("temperature", self.temperature, 0, 2)
@@ -123,7 +135,7 @@ class SamplingParams(msgspec.Struct, metaclass=_KnownNames, frozen=True, kw_only
         _check_range("presence_penalty", self.presence_penalty, -2, 2)
         _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.seed is not None:
-            _check_range("seed", self.seed, 0, MAX_SEED, also="or -1 for none")
+            _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
 
     def _check_ends(self) -> None:
         if self.max_tokens is not None:
@@ -136,53 +148,56 @@ class SamplingParams(msgspec.Struct, metaclass=_KnownNames, frozen=True, kw_only
             if value is not None:
                 _check_range(name, value, -1, _MAX_COUNT)
 
-    def _check_lists(self) -> None:
-        for token in self.stop_token_ids:
-            _check_range("stop_token_ids: each", token, 0, _MAX_COUNT)
-        for name in ("stop", "bad_words"):
-            if "" in getattr(self, name):
-                raise UsageError(f"{name} {getattr(self, name)!r}: no text in it may be empty")
-            for text in getattr(self, name):
+    def _check_texts(self) -> None:
+        for name, most in (
+            ("stop", _MOST_STOP_CHARACTERS),
+            ("bad_words", _MOST_BAD_WORD_CHARACTERS),
+        ):
+            texts = getattr(self, name)
+            if "" in texts:
+                raise UsageError(f"{name} {texts!r}: no text in it may be empty")
+            characters = sum(map(len, texts))
+            if characters > most:
+                raise UsageError(
+                    f"{name} may have {most} characters in all its texts together, not {characters}"
+                )
+            for text in texts:
                 try:
                     text.encode()
                 except UnicodeEncodeError:
                     raise UsageError(f"{name} {text!r}: not valid Unicode text") from None
-        for token, bias in (self.logit_bias or {}).items():
+
+    def _check_tokens(self) -> None:
+        for token in self.stop_token_ids:
+            _check_range("stop_token_ids: each", token, 0, _MAX_COUNT)
+        if self.logit_bias is None:
+            return
+        for token, bias in self.logit_bias.items():
             _check_range("logit_bias: each token id", token, 0, _MAX_COUNT)
-            _check_range(f"logit_bias: the value of token {token}", bias, -100, 100)
+            if math.isnan(bias):
+                raise UsageError(f"logit_bias: the value of token {token} must not be nan")
+        msgspec.structs.force_setattr(
+            self,
+            "logit_bias",
+            {t: min(max(b, -_MOST_BIAS), _MOST_BIAS) for t, b in self.logit_bias.items()},
+        )
 
 
-def resolve(
-    params: SamplingParams,
-    *,
-    seed: int,
-    eos_token_ids: Iterable[int],
-    bad_words: list[list[int]],
-) -> Sampling:
-    """What the last stage is told of params.
+def resolve(params: SamplingParams, seed: int) -> Sampling:
+    """What the last stage is told of params, but for its long lists.
 
-    seed: of this sequence; params.seed is not looked at. bad_words: the token sequences that
-    spell params.bad_words. Raises UsageError if one of them has no token.
+    seed: of this sequence; params.seed is not looked at.
     """
-    if [] in bad_words:
-        raise UsageError(f"bad_words {list(params.bad_words)!r}: one of them has no token")
-    ends: set[int] = set()
-    if params.min_tokens > 0:
-        # Also with ignore_eos, as in vLLM.
-        ends.update(params.stop_token_ids, eos_token_ids)
     return Sampling(
         seed=seed,
-        temperature=0.0 if params.greedy else params.temperature,
+        temperature=params.temperature,
         top_p=params.top_p,
         top_k=max(params.top_k, 0),
         min_p=params.min_p,
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        logit_bias=params.logit_bias or {},
-        bad_words=bad_words,
         min_tokens=params.min_tokens,
-        end_tokens=sorted(ends),
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
     )

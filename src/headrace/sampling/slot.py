@@ -4,7 +4,8 @@ from collections import Counter
 
 import torch
 
-from headrace.protocol.plan import Admission
+from headrace.protocol.plan import Admission, Sampling
+from headrace.sampling.rules import SlotRules
 
 _FLOAT32 = torch.finfo(torch.float32)
 
@@ -13,42 +14,52 @@ class SlotSampling:
     """One sequence's settings, tokens so far, and what its logits need, worked out once.
 
     Made anew for each admission, so nothing of a slot's last sequence can reach the next.
-    vocab_size is the logits' width; token ids of the settings beyond it are passed over, since
-    they cannot be sampled.
+    vocab_size is the logits' width. rules: those of the admission, which all completions of a
+    request share; None if it goes by none.
 
     greedy: takes the likeliest token. adjusts: adjust() changes the logits. filters: min_p, top_k
-    or top_p leave tokens out. top_k is in effect unless 0. outputs: the tokens it sampled so far.
+    or top_p leave tokens out. top_k is in effect unless 0. logprobs, prompt_logprobs: those of
+    Sampling. outputs: the tokens it sampled so far.
     """
 
-    def __init__(self, admission: Admission, vocab_size: int) -> None:
+    def __init__(
+        self, admission: Admission, vocab_size: int, rules: SlotRules | None = None
+    ) -> None:
         sampling = admission.sampling
+        assert sampling is not None, "the last stage was not told how to choose tokens"
         self.seed = sampling.seed
         self.temperature = sampling.temperature
         self.min_p = sampling.min_p
         self.top_k = sampling.top_k if sampling.top_k < vocab_size else 0
         self.top_p = sampling.top_p
+        self.logprobs = sampling.logprobs
+        self.prompt_logprobs = sampling.prompt_logprobs
         self.outputs = list(admission.outputs)
         self.greedy = sampling.temperature == 0.0
         self.filters = not self.greedy and (self.min_p > 0 or self.top_k > 0 or self.top_p < 1)
 
-        self._bad_words = [w for w in sampling.bad_words if max(w) < vocab_size]
         self._min_tokens = sampling.min_tokens
-        self._end_tokens = [t for t in sampling.end_tokens if t < vocab_size]
-        bias = {t: b for t, b in sampling.logit_bias.items() if t < vocab_size}
-        self._biased = torch.tensor(list(bias), dtype=torch.int64)
-        self._bias = torch.tensor(list(bias.values()), dtype=torch.float64)
+        self._rules = rules
+        self._bad_words = None if rules is None else rules.bad_words
+        # Of the bad words: the end of the outputs that some of them begin with.
+        self._word_state = 0
+        if self._bad_words is not None:
+            for token in self.outputs:
+                self._word_state = self._bad_words.step(self._word_state, token)
         self._penalties: _Penalties | None = None
         if (
             sampling.repetition_penalty != 1
             or sampling.frequency_penalty != 0
             or sampling.presence_penalty != 0
         ):
-            self._penalties = _Penalties(admission)
-        self.adjusts = bool(
-            self._bad_words
-            or (self._end_tokens and self._min_tokens > len(self.outputs))
-            or bias
-            or self._penalties
+            self._penalties = _Penalties(admission, sampling)
+        self.adjusts = self._penalties is not None or (
+            rules is not None
+            and (
+                rules.bad_words is not None
+                or rules.biases
+                or (len(rules.end_tokens) > 0 and self._min_tokens > len(self.outputs))
+            )
         )
 
     @property
@@ -63,31 +74,25 @@ class SlotSampling:
 
     def adjust(self, logits: torch.Tensor) -> None:
         """Change one row of logits, [vocab] of float32 or float64, in place; in vLLM's order."""
-        banned = self._banned()
-        if banned:
-            logits[banned] = -torch.inf
-        if len(self._biased):
-            where = self._biased.to(logits.device)
-            logits[where] += self._bias.to(logits)
+        rules = self._rules
+        if self._bad_words is not None:
+            for tokens in self._bad_words.banned(self._word_state):
+                logits[tokens] = -torch.inf
+        if rules is not None:
+            if len(self.outputs) < self._min_tokens:
+                logits[rules.end_tokens] = -torch.inf
+            if rules.biases:
+                rules.add_bias(logits)
         if self._penalties is not None:
             self._penalties.apply(logits)
 
     def record(self, token: int) -> None:
         """Take note of the token that was sampled."""
         self.outputs.append(token)
+        if self._bad_words is not None:
+            self._word_state = self._bad_words.step(self._word_state, token)
         if self._penalties is not None:
             self._penalties.count(token)
-
-    def _banned(self) -> list[int]:
-        """Last tokens of bad words of which the outputs end with the rest; ends that are early."""
-        banned = [
-            word[-1]
-            for word in self._bad_words
-            if len(word) == 1 or self.outputs[1 - len(word) :] == word[:-1]
-        ]
-        if len(self.outputs) < self._min_tokens:
-            banned += self._end_tokens
-        return banned
 
 
 class _Penalties:
@@ -97,8 +102,7 @@ class _Penalties:
     tokens. The room for them doubles when it is used up.
     """
 
-    def __init__(self, admission: Admission) -> None:
-        sampling = admission.sampling
+    def __init__(self, admission: Admission, sampling: Sampling) -> None:
         # Beyond float32's range it would turn a logit of 0 into a NaN.
         self._repetition = min(max(sampling.repetition_penalty, _FLOAT32.tiny), _FLOAT32.max)
         self._frequency = sampling.frequency_penalty

@@ -24,7 +24,6 @@ _Temperature = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": 0, "m
 _TopP = Annotated[float, msgspec.Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})]
 _MinP = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
 _Factor = Annotated[float, msgspec.Meta(extra_json_schema={"exclusiveMinimum": 0})]
-_Bias = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": -100, "maximum": 100})]
 _TokenId = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0})]
 _OrMinusOne = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": -1})]
 # Every token that anybody is sent is searched for these, and every step holds the others back.
@@ -32,7 +31,7 @@ _OrMinusOne = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": -1})]
 _Text = Annotated[str, msgspec.Meta(max_length=10_000)]
 _Texts = Annotated[list[_Text], msgspec.Meta(max_length=1024)]
 _TokenIds = Annotated[list[_TokenId], msgspec.Meta(max_length=1024)]
-_Biases = Annotated[dict[int, _Bias], msgspec.Meta(max_length=1024)]
+_Biases = Annotated[dict[int, float], msgspec.Meta(max_length=1024)]
 _Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 
 
@@ -78,7 +77,7 @@ class GenerationBody(Body, kw_only=True):
     presence_penalty: _Penalty | None = None
     logit_bias: _Biases | None = None
     n: _Positive | None = None
-    seed: _OrMinusOne | None = None
+    seed: int | None = None
     stop: _Text | _Texts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
