@@ -206,11 +206,23 @@ def test_chat_is_the_rendered_template_and_answers_in_order(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "messages",
-    ["hello", [], [{"role": "user"}], [{"role": "user", "content": 5}], [["hello"]], [[]], None],
+    ("messages", "reason"),
+    [
+        ("hello", "messages must be a list"),
+        ([], "messages must be a list"),
+        (None, "messages must be a list"),
+        ([[]], "messages must be a list"),
+        ([{"role": "user"}], r"messages\[0\].content is missing"),
+        ([{"role": "user", "content": 5}], r"messages\[0\].content must be a text"),
+        ([["hello"]], r"messages\[0\] must be an object"),
+        (
+            [[{"role": "user", "content": "a"}], [{"role": "king", "content": "a"}]],
+            r"conversation 1: messages\[0\].role must be one of",
+        ),
+    ],
 )
-def test_messages_that_are_none_are_refused(llm: LLM, messages: object) -> None:
-    with pytest.raises(UsageError, match="messages must be a list"):
+def test_messages_that_are_none_are_refused(llm: LLM, messages: object, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
         llm.chat(messages)  # type: ignore[arg-type]
 
 

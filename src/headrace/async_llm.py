@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
 from typing import Any
 
+from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig
 from headrace.engine.outputs import OutputGatherer, RequestOutput
 from headrace.engine.prepared import Prepared
@@ -27,8 +28,9 @@ class AsyncLLM:
     """A model on its stages, driven by a thread of its own.
 
     Takes EngineConfig's settings as keyword arguments; loading blocks the caller, and calls check
-    once a second or more often, which may raise to give up. Close it, or use
-    it as a context manager (`with` or `async with`); a forgotten one is closed when Python exits.
+    once a second or more often, which may raise to give up; on_tokenizer is given the tokenizer
+    while the stages load. Close it, or use it as a context manager (`with` or `async with`); a
+    forgotten one is closed when Python exits.
     Any number of event loops, each in a thread of its own, may use it at once. A process forked
     from this one cannot: there UsageError is raised.
     """
@@ -39,10 +41,11 @@ class AsyncLLM:
         *,
         on_progress: Callable[[Loading], None] = lambda _: None,
         check: Callable[[], None] = lambda: None,
+        on_tokenizer: Callable[[Tokenizer], None] = lambda _: None,
         **settings: Any,
     ) -> None:
         self.config = EngineConfig.of("AsyncLLM", model, settings)
-        self.running: RunningEngine = launch(self.config, on_progress, check)
+        self.running: RunningEngine = launch(self.config, on_progress, check, on_tokenizer)
         self._thread = EngineThread(self.running)
         self._named: dict[str, Submission] = {}
         self._numbers = itertools.count()

@@ -70,10 +70,12 @@ def launch(
     config: EngineConfig,
     on_progress: Callable[[Loading], None] = lambda _: None,
     check: Callable[[], None] = lambda: None,
+    on_tokenizer: Callable[[Tokenizer], None] = lambda _: None,
 ) -> RunningEngine:
     """Read the model's files, start the stages and wait until they are ready.
 
     check: called once a second or more often meanwhile; what it raises ends the start.
+    on_tokenizer: given the tokenizer meanwhile; what it raises does, too.
     Raises UsageError, ModelError, StartError or PipelineError; no process is left behind then.
     """
     started = time.monotonic()
@@ -120,6 +122,7 @@ def launch(
         # Meanwhile the stages load.
         tokenizer = load_tokenizer()
         _check_vocabulary(files, tokenizer, model_config)
+        on_tokenizer(tokenizer)
         loaded = stages.wait_loaded(on_progress, check)
         for note in sorted({stage.note for stage in loaded if stage.note}):
             _log.warning(note)

@@ -4,11 +4,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from headrace.checkpoint.tokenizer import Message
+from headrace.checkpoint.chat_template import Message
 from headrace.config import EngineConfig
 from headrace.engine.outputs import OutputDelta, OutputGatherer, RequestOutput
 from headrace.engine.prepared import Prepared
@@ -21,6 +21,7 @@ from headrace.prompts import (
     as_conversations,
     as_params,
     as_prompts,
+    tokenized_chat,
 )
 from headrace.protocol.checks import check_type
 from headrace.protocol.messages import Loading, Timeline
@@ -88,18 +89,34 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, by the model's chat template.
 
-        A conversation is a list of {"role": ..., "content": ...}. Otherwise as generate(); raises
+        A conversation is a list of {"role": ..., "content": ...}, with whatever else the server
+        takes, and becomes the same prompt. add_generation_prompt: end it with the beginning of the
+        answer. chat_template_kwargs: variables of the template. Otherwise as generate(); raises
         UsageError also if the model has no template or it refuses the messages.
         """
+        check_type("add_generation_prompt", add_generation_prompt, bool)
+        check_type("chat_template_kwargs", chat_template_kwargs, Mapping[str, Any] | None)
         conversations = as_conversations(messages)
-        tokenizer = self.running.tokenizer
-        batch = [
-            TokenizedPrompt(tokenizer.render_chat(chat), tokenizer.encode_chat(chat))
-            for chat in conversations
-        ]
+        running, batch = self.running, []
+        for number, chat in enumerate(conversations):
+            try:
+                prompt = tokenized_chat(
+                    chat,
+                    running.tokenizer,
+                    running.max_model_len,
+                    add_generation_prompt,
+                    chat_template_kwargs or {},
+                )
+            except UsageError as error:
+                if len(conversations) == 1:
+                    raise
+                raise UsageError(f"conversation {number}: {error}") from None
+            batch.append(prompt)
         return self._complete(batch, sampling_params, use_tqdm, priority)
 
     def stream(

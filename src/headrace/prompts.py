@@ -1,11 +1,16 @@
 """What a prompt may be, for `LLM` and `AsyncLLM` alike."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex, cast
+from types import MappingProxyType
+from typing import Any, SupportsIndex
 
-from headrace.checkpoint.tokenizer import Message, Tokenizer
+import msgspec
+
+from headrace.checkpoint.chat_template import Message
+from headrace.checkpoint.tokenizer import Tokenizer
+from headrace.conversation import render_conversation
 from headrace.errors import UsageError
 from headrace.protocol.checks import shortened
 from headrace.protocol.sampling_params import SamplingParams
@@ -52,16 +57,33 @@ def as_params(
 
 def as_conversations(
     messages: Sequence[Message] | Sequence[Sequence[Message]],
-) -> list[list[Message]]:
+) -> list[Sequence[Message]]:
     """One conversation or several as a list; raises UsageError for anything else."""
-    if isinstance(messages, list | tuple) and messages:
-        conversations = [messages] if isinstance(messages[0], dict) else messages
-        if all(_is_conversation(c) for c in conversations):
-            return [list(cast(Sequence[Message], c)) for c in conversations]
-    raise UsageError(
-        "messages must be a list of {'role': ..., 'content': ...} with texts for values, "
-        f"or a list of such lists, not {shortened(messages)}"
-    )
+    if not isinstance(messages, list | tuple) or not messages:
+        raise UsageError(
+            "messages must be a list of {'role': ..., 'content': ...}, or a list of such lists, "
+            f"not {shortened(messages)}"
+        )
+    if not isinstance(messages[0], list | tuple):
+        return [messages]
+    return list(messages)
+
+
+def tokenized_chat(
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    add_generation_prompt: bool = True,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> TokenizedPrompt:
+    """A conversation by the model's chat template, which brings its own special tokens; otherwise
+    as render_conversation. Raises UsageError also for options that are no JSON values."""
+    try:
+        values = msgspec.json.decode(msgspec.json.encode(dict(options)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"chat_template_kwargs must have JSON values: {error}") from None
+    text = render_conversation(messages, tokenizer, max_model_len, add_generation_prompt, values)
+    return TokenizedPrompt(text, tokenizer.encode(text, add_special_tokens=False))
 
 
 def _tokenized(prompt: Any, name: str, tokenizer: Tokenizer) -> TokenizedPrompt:
@@ -93,16 +115,3 @@ def _is_whole(token: object) -> bool:
         # An array that could be an index only if it had one element.
         return False
     return True
-
-
-def _is_conversation(messages: object) -> bool:
-    return (
-        isinstance(messages, list | tuple)
-        and bool(messages)
-        and all(
-            isinstance(message, dict)
-            and {"role", "content"} <= message.keys()
-            and all(isinstance(value, str) for value in message.values())
-            for message in messages
-        )
-    )

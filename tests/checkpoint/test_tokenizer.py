@@ -11,6 +11,7 @@ from headrace.checkpoint.gguf_file import read_gguf
 from headrace.checkpoint.locate import locate_model
 from headrace.checkpoint.tokenizer import tokenizer_from_huggingface, tokenizer_of_gguf
 from headrace.errors import ModelError, UsageError
+from headrace.prompts import tokenized_chat
 from tiny_checkpoints import write_byte_tokenizer
 
 CHAT = [
@@ -29,7 +30,7 @@ def test_a_directorys_tokenizer_equals_transformers(tmp_path: Path) -> None:
         assert ids == theirs(text)["input_ids"]
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
     expected = theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
-    assert ours.encode_chat(CHAT) == expected
+    assert tokenized_chat(CHAT, ours, 1000).token_ids == expected
 
 
 def test_other_threads_run_while_a_long_text_is_tokenized(tmp_path: Path) -> None:
@@ -59,38 +60,25 @@ def test_truncation_stored_with_a_tokenizer_does_not_cut_prompts(tmp_path: Path)
     assert len(tokenizer_from_huggingface(tmp_path).encode("ten letter")) == 10
 
 
-def test_the_packaged_models_template_renders_as_transformers_renders_it() -> None:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    file = read_gguf(locate_model("smollm2").path)
-    tokenizer = tokenizer_of_gguf(file)
-    template = file.metadata["tokenizer.chat_template"]
-    for chat in (CHAT, CHAT[1:]):
-        rendered = render_jinja_template(
-            conversations=[chat], chat_template=template, add_generation_prompt=True
-        )
-        assert tokenizer.render_chat(chat) == rendered[0][0]
-
-
 def test_a_model_without_a_template_refuses_chats(tmp_path: Path) -> None:
     write_byte_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(UsageError, match="has no chat template"):
-        tokenizer_from_huggingface(tmp_path).encode_chat(CHAT)
+        tokenized_chat(CHAT, tokenizer_from_huggingface(tmp_path), 1000)
     file = read_gguf(locate_model("smollm2").path)
     file.metadata.pop("tokenizer.chat_template")
     with pytest.raises(UsageError, match="has no chat template"):
-        tokenizer_of_gguf(file).encode_chat(CHAT)
+        tokenized_chat(CHAT, tokenizer_of_gguf(file), 1000)
 
 
 def test_a_template_that_refuses_the_messages_says_why() -> None:
     file = read_gguf(locate_model("smollm2").path)
     file.metadata["tokenizer.chat_template"] = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(UsageError, match="roles must alternate"):
-        tokenizer_of_gguf(file).encode_chat(CHAT)
+        tokenized_chat(CHAT, tokenizer_of_gguf(file), 1000)
     file.metadata["tokenizer.chat_template"] = "{{ ''.__class__.__mro__ }}"
     with pytest.raises(UsageError, match="refuses"):
-        tokenizer_of_gguf(file).encode_chat(CHAT)
+        tokenized_chat(CHAT, tokenizer_of_gguf(file), 1000)
 
 
 def test_a_directory_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:

@@ -91,11 +91,42 @@ def test_an_answer_is_that_of_chat_offline(client: OpenAI, llm: LLM) -> None:
     assert answer.usage.completion_tokens == 30
 
 
-def test_an_answer_goes_back_as_a_message(client: OpenAI) -> None:
+def test_an_answer_goes_back_as_a_message(client: OpenAI, http: httpx.Client, llm: LLM) -> None:
     message = chat(client, USER, **SEEDED).choices[0].message
+    text = f"<user>{USER[0]['content']}\n"
+    wanted = f"{text}<assistant>{message.content}\n{text}<assistant>"
     # As the client's object, and as its dictionary with a null for all that is not there.
-    for again in (message, message.model_dump()):
-        chat(client, [*USER, again, *USER], max_tokens=1)
+    for again in (message, message.model_dump(), message.model_dump(exclude_none=True)):
+        history: list[Any] = [*USER, again, *USER]
+        chat(client, history, max_tokens=1)
+        (output,) = llm.chat(history, SamplingParams(max_tokens=1))
+        assert output.prompt == wanted
+    assert rendered(http, messages=[*USER, message.model_dump(), *USER]) == wanted
+
+
+def test_offline_chats_become_the_same_prompts(http: httpx.Client, llm: LLM) -> None:
+    marked = {**part("x"), "cache_control": {"type": "ephemeral"}}
+    messages: list[dict[str, Any]] = [
+        {"role": "developer", "content": [marked, part("y")]},
+        {**USER[0], "name": "Ann", "cache_control": None},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"},
+        {"role": "tool", "content": [part("rain")], "tool_call_id": "call_1"},
+    ]
+    options: dict[str, Any] = {"chat_template_kwargs": {"mood": "happy"}}
+    for begin in (True, False):
+        options["add_generation_prompt"] = begin
+        (output,) = llm.chat(messages, SamplingParams(max_tokens=1), **options)
+        assert output.prompt == rendered(http, messages=messages, **options)
+        assert "[call_1 weather Köln]" in output.prompt
+
+
+def test_a_conversation_has_no_more_messages_than_there_is_room_for(http: httpx.Client) -> None:
+    for messages in (USER * (MAX_LENGTH + 1), [{**USER[0], "content": [part("")] * 20_001}]):
+        answer = http.post("/v1/chat/completions", json={"messages": messages})
+        error = answer.json()["error"]
+        assert answer.status_code == 400
+        assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+        assert "--max-model-len" in error["message"]
 
 
 def test_templates_are_given_options(client: OpenAI, http: httpx.Client, llm: LLM) -> None:

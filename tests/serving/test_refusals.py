@@ -7,9 +7,6 @@ import pytest
 from openai import OpenAI
 
 from headrace import LLM, SamplingParams
-from headrace.serving.errors import ApiError
-from headrace.serving.messages import template_messages
-from headrace.serving.requests import AssistantMessage, FunctionCall, ToolCall
 from serving.tiny_model import (
     MAX_LENGTH,
     MODEL,
@@ -242,10 +239,3 @@ def test_what_everybody_waits_for_is_bounded(client: OpenAI, field: str, value: 
         client.completions.create(**completion_arguments({"prompt": "a", field: value}))
     assert caught.value.param is not None
     assert caught.value.param.startswith(field)
-
-
-def test_calls_of_tools_are_refused_where_the_template_would_leave_them_out() -> None:
-    call = ToolCall(id="1", type="function", function=FunctionCall(name="f", arguments="{}"))
-    with pytest.raises(ApiError, match="no calls of tools") as caught:
-        template_messages([AssistantMessage(tool_calls=[call])], knows_tool_calls=False)
-    assert caught.value.param == "messages[0].tool_calls"

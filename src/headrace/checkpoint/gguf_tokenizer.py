@@ -182,6 +182,26 @@ def special_ids(file: GgufFile) -> dict[str, int]:
     return found
 
 
+def template_tokens(file: GgufFile, tokenizer: Tokenizer) -> dict[str, str]:
+    """The special tokens that chat templates may ask for, by transformers' names: bos_token,
+    eos_token, unk_token and pad_token.
+
+    Where the file does not name them they are llama.cpp's for SentencePiece, and for byte-level
+    vocabularies a start token only if `tokenizer`, the file's, puts one before texts.
+    """
+    ids = {"bos": 1, "eos": 2, "unknown": 0}
+    if file.metadata.get("tokenizer.ggml.model") != "llama":
+        starts = _flag(file, "add_bos_token", _read_rule(file).add_bos)
+        ids = {"bos": tokenizer.encode("").ids[0]} if starts else {}
+    ids |= special_ids(file)
+    names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    found = {
+        f"{names[name]}_token": tokenizer.id_to_token(ids[name])
+        for name in names.keys() & ids.keys()
+    }
+    return {name: text for name, text in found.items() if text is not None}
+
+
 def end_ids(file: GgufFile) -> tuple[int, ...]:
     """All tokens that end a generation, ascending: those named, and those known by their text.
 

@@ -1,12 +1,11 @@
 """A model that is none: stages take a given time and sample a constant token, for measuring."""
 
 import re
-from types import MappingProxyType
 
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from headrace.checkpoint.tokenizer import Message, TemplateOptions, Tokenizer
+from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.errors import UsageError
 from headrace.protocol.messages import SyntheticTime
 from headrace.protocol.model_config import ModelConfig, RopeConfig
@@ -54,12 +53,4 @@ def synthetic_tokenizer() -> Tokenizer:
     words = {f"w{number}": number for number in range(_VOCABULARY)}
     core = tokenizers.Tokenizer(models.WordLevel(words, unk_token="w0"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
-
-    def render_chat(
-        messages: list[Message],
-        add_generation_prompt: bool = True,
-        options: TemplateOptions = MappingProxyType({}),
-    ) -> str:
-        raise UsageError("a synthetic model has no chat template")
-
-    return Tokenizer(core, render_chat)
+    return Tokenizer(core, no_template="a synthetic model has no chat template")

@@ -1,65 +1,29 @@
-"""Text to tokens and back, and chats to prompts, for either kind of model files."""
+"""Text to tokens and back, for either kind of model files, and which chat template they have."""
 
-import inspect
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import tokenizers
 
+from headrace.checkpoint.chat_template import ChatTemplate
 from headrace.checkpoint.gguf_file import GgufFile
-from headrace.checkpoint.gguf_tokenizer import special_ids, tokenizer_from_gguf
+from headrace.checkpoint.gguf_tokenizer import template_tokens, tokenizer_from_gguf
 from headrace.errors import ModelError, UsageError
-
-if TYPE_CHECKING:
-    import jinja2
-
-# As chat templates take it: role, content, and what else a template may know.
-Message = dict[str, Any]
-# What a template is given, by name, besides what render_chat sets itself.
-TemplateOptions = Mapping[str, Any]
-# Names that are not the caller's: parts of the chat itself, and arguments of transformers'
-# apply_chat_template that are no template variables.
-_RESERVED = frozenset(
-    {
-        "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
-        "continue_final_message", "tokenize", "padding", "truncation", "max_length",
-        "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
-        "processor_kwargs",
-    }
-)  # fmt: skip
 
 # Characters of a text that takes some milliseconds.
 _LONG_TEXT = 2000
 
 
-class RenderChat(Protocol):
-    """Turns messages into the prompt text of the next answer.
-
-    add_generation_prompt: end with the beginning of the answer. options: variables of the template.
-    """
-
-    def __call__(
-        self,
-        messages: list[Message],
-        add_generation_prompt: bool = True,
-        options: TemplateOptions = MappingProxyType({}),
-    ) -> str: ...
-
-
 @dataclass(frozen=True)
 class Tokenizer:
-    """A model's tokenizer. template: renders chats; raises UsageError where it refuses them.
-    template_text: its source, if there is one."""
+    """A model's tokenizer. chat_template: None if it has none, no_template then says why."""
 
     core: tokenizers.Tokenizer
-    template: RenderChat
-    template_text: str = ""
+    chat_template: ChatTemplate | None = None
+    no_template: str = "the model has no chat template: give it a plain prompt"
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a plain prompt, with the model's own start token if it has one.
@@ -83,30 +47,10 @@ class Tokenizer:
             last = max(last, end)
         return starts
 
-    @property
-    def knows_tool_calls(self) -> bool:
-        """Whether the chat template shows an answer's calls of tools, or would leave them out."""
-        return "tool_calls" in self.template_text
-
-    def encode_chat(self, messages: list[Message]) -> list[int]:
-        """Token ids of a chat; the template brings its own special tokens.
-
-        Raises UsageError if the model has no chat template or the template refuses the messages.
-        """
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
-
-    def render_chat(
-        self,
-        messages: list[Message],
-        add_generation_prompt: bool = True,
-        options: TemplateOptions = MappingProxyType({}),
-    ) -> str:
-        """The prompt text of a chat. Raises UsageError as encode_chat, and for an option whose
-        name is not a template's to have."""
-        for name in options:
-            if name in _RESERVED:
-                raise UsageError(f"chat_template_kwargs must not have {name}: it is set otherwise")
-        return self.template(messages, add_generation_prompt, options)
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: no text has more than that for each of its tokens."""
+        return max(map(len, self.core.get_vocab()), default=1)
 
     def decode(self, ids: list[int]) -> str:
         """Text of the tokens, without special ones."""
@@ -158,83 +102,35 @@ def tokenizer_from_huggingface(path: Path) -> Tokenizer:
             f"model {path}: its tokenizer cannot be loaded: "
             f"{reason if len(reason) < 200 else reason[:200] + '...'}"
         ) from error
-
-    def render(
-        messages: list[Message],
-        add_generation_prompt: bool = True,
-        options: TemplateOptions = MappingProxyType({}),
-    ) -> str:
-        if not loaded.chat_template:
-            _no_template()
-        # Whatever else is an argument there would not reach the template.
-        arguments = inspect.signature(loaded.apply_chat_template).parameters
-        if taken := sorted(options.keys() & arguments.keys()):
-            raise UsageError(f"chat_template_kwargs must not have {taken[0]}: it is set otherwise")
-        try:
-            text = loaded.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
-            )
-        except Exception as error:
-            raise UsageError(f"the chat template refuses the messages: {error}") from error
-        return str(text)
-
-    return Tokenizer(core, render, str(loaded.chat_template or ""))
+    named = loaded.chat_template or {}
+    templates = {"default": named} if isinstance(named, str) else dict(named)
+    return _with_template(core, templates, loaded.special_tokens_map)
 
 
 def tokenizer_of_gguf(file: GgufFile) -> Tokenizer:
     """The tokenizer and chat template inside a GGUF file; ModelError if it is not supported."""
     core = tokenizer_from_gguf(file)
-    template = file.metadata.get("tokenizer.chat_template")
-    specials = {
-        f"{name}_token": core.id_to_token(token) or "" for name, token in special_ids(file).items()
+    key = "tokenizer.chat_template"
+    templates = {
+        name.removeprefix(f"{key}.") if name != key else "default": value
+        for name, value in file.metadata.items()
+        if name == key or name.startswith(f"{key}.")
     }
-
-    def render(
-        messages: list[Message],
-        add_generation_prompt: bool = True,
-        options: TemplateOptions = MappingProxyType({}),
-    ) -> str:
-        if not isinstance(template, str):
-            _no_template()
-        compiled = _compile_template(template)
-        context = {
-            **specials,
-            **options,
-            "messages": messages,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        try:
-            return compiled.render(context)
-        except Exception as error:
-            # Templates are little programs: whatever goes wrong inside is theirs.
-            raise UsageError(f"the chat template refuses the messages: {error}") from error
-
-    return Tokenizer(core, render, template if isinstance(template, str) else "")
+    return _with_template(core, templates, template_tokens(file, core))
 
 
-@lru_cache(maxsize=8)
-def _compile_template(template: str) -> "jinja2.Template":
-    """A chat template with the names and settings that transformers promises templates.
-
-    Source: https://huggingface.co/docs/transformers/chat_templating_writing
-    """
-    from jinja2 import TemplateError, TemplateSyntaxError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(template)
-    except TemplateSyntaxError as error:
-        raise ModelError(f"the model's chat template is no valid template: {error}") from error
-
-
-def _no_template() -> NoReturn:
-    raise UsageError("the model has no chat template: give it a plain prompt")
+def _with_template(
+    core: tokenizers.Tokenizer, templates: Mapping[str, object], tokens: Mapping[str, str]
+) -> Tokenizer:
+    """templates: by name. Chats get the default one, as with transformers, which takes others only
+    for requests that offer tools or name them."""
+    source = templates.get("default")
+    if isinstance(source, str) and source:
+        return Tokenizer(core, ChatTemplate(source, tokens))
+    if others := sorted(templates.keys() - {"default"}):
+        return Tokenizer(
+            core,
+            no_template=f"the model has chat templates named {', '.join(others)}, but no default "
+            "one: give it a plain prompt",
+        )
+    return Tokenizer(core)

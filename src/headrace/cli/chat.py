@@ -62,6 +62,7 @@ def chat(
     from headrace.cli.chat_answers import engine_answers, served_model, server_answers
     from headrace.cli.chat_session import Session
     from headrace.client import environment_api_key
+    from headrace.conversation import check_chats
 
     given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -88,6 +89,7 @@ def chat(
             kv_cache_memory=kv_cache_memory,
             cpu_threads=cpu_threads,
             cpu_bind=cpu_bind,
+            on_tokenizer=check_chats,
         )
     with engine:
         return Session(engine_answers(engine, params), system_prompt).run()

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.async_llm import AsyncLLM
-from headrace.checkpoint.tokenizer import Message
+from headrace.checkpoint.chat_template import Message
 from headrace.client import Client
 from headrace.errors import ServerError, UsageError
+from headrace.prompts import tokenized_chat
 from headrace.protocol.sampling_params import SamplingParams
 
 # Statuses by which servers refuse a conversation that is too long, among other things.
@@ -29,15 +30,11 @@ Answers = Callable[[list[Message]], AsyncGenerator[Piece, None]]
 
 
 def engine_answers(engine: AsyncLLM, params: SamplingParams) -> Answers:
-    """Answers of the model in this process.
-
-    Raises UsageError if it has no chat template.
-    """
+    """Answers of the model in this process."""
     running = engine.running
-    running.tokenizer.encode_chat([{"role": "user", "content": "?"}])
 
     async def answer(messages: list[Message]) -> AsyncGenerator[Piece, None]:
-        prompt = running.tokenizer.encode_chat(messages)
+        prompt = tokenized_chat(messages, running.tokenizer, running.max_model_len).token_ids
         if len(prompt) >= running.max_model_len:
             raise UsageError(
                 f"the conversation has {len(prompt)} tokens, the context {running.max_model_len}: "

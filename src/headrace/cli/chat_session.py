@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from headrace.checkpoint.tokenizer import Message
+from headrace.checkpoint.chat_template import Message
 from headrace.cli.chat_answers import Answers
 from headrace.errors import ServerError, UsageError
 

@@ -19,6 +19,7 @@ from headrace.engine.request import FinishReason
 from headrace.errors import UsageError
 from headrace.llm import LLM
 from headrace.progress import loading_display
+from headrace.prompts import tokenized_chat
 from headrace.protocol.sampling_params import SamplingParams
 
 
@@ -101,7 +102,9 @@ def generate(
     with llm:
         tokenizer = llm.running.tokenizer
         ids = (
-            tokenizer.encode_chat([{"role": "user", "content": text}])
+            tokenized_chat(
+                [{"role": "user", "content": text}], tokenizer, llm.running.max_model_len
+            ).token_ids
             if chat
             else tokenizer.encode(text)
         )

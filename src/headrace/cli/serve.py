@@ -10,13 +10,17 @@ import typer
 
 import headrace
 from headrace.async_llm import AsyncLLM
+from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.cli import options
 from headrace.config import EngineConfig, parse_size
+from headrace.conversation import check_chats
 from headrace.errors import UsageError
 from headrace.progress import loading_display
 from headrace.serving.listener import listen, url_of
 from headrace.serving.loading import EngineLoader
 from headrace.serving.settings import ServerSettings, parse_list
+
+_log = logging.getLogger(__name__)
 
 _KEY_VARIABLE = "HEADRACE_API_KEY"
 _WATCH_VARIABLE = "HEADRACE_WATCH_LOOP"
@@ -124,7 +128,9 @@ def serve(
 
     def load(check: Callable[[], None]) -> AsyncLLM:
         with loading_display(pipeline_parallel_size, lines=True) as show:
-            return AsyncLLM(model, on_progress=show, check=check, **engine_settings)
+            return AsyncLLM(
+                model, on_progress=show, check=check, on_tokenizer=_on_tokenizer, **engine_settings
+            )
 
     loader = EngineLoader(load)
     try:
@@ -136,6 +142,14 @@ def serve(
         loader.close()
     print("ended in order", flush=True)
     return 0
+
+
+def _on_tokenizer(tokenizer: Tokenizer) -> None:
+    """Renders a first chat, for which much has to be imported, while the stages load."""
+    try:
+        check_chats(tokenizer)
+    except UsageError as error:
+        _log.warning("chats will be refused: %s", error)
 
 
 def _api_keys(given: list[str] | None) -> tuple[str, ...]:

@@ -4,18 +4,19 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
+from headrace.conversation import ConversationError, render_conversation
 from headrace.engine.outputs import Logprobs, OutputDelta, OutputGatherer
 from headrace.errors import UsageError
 from headrace.protocol.sampling_params import SamplingParams
 from headrace.serving.answers import EventStream, WholeAnswer
-from headrace.serving.errors import ApiError, as_api_error
+from headrace.serving.errors import ApiError
 from headrace.serving.logprobs import chat_logprobs, prompt_logprobs
-from headrace.serving.messages import template_messages
 from headrace.serving.requests import ChatBody, Messages
 from headrace.serving.responses import (
     AnswerMessage,
@@ -33,9 +34,8 @@ from headrace.serving.service import Generation, Service, finish_reason
 from headrace.serving.usage import TokenCount
 
 _FIELDS = {name: name for name in ChatBody.__struct_fields__} | {"logprobs": "top_logprobs"}
-# More than these are rendered beside the event loop: the others go on meanwhile.
-_MANY_MESSAGES = 200
-_TEMPLATE_FIELDS = {"chat_template_kwargs": "chat_template_kwargs"}
+# Threads of their own: templates that take long hold up chats alone.
+_RENDERING = ThreadPoolExecutor(2, "headrace-chats")
 
 
 async def answer_chat(service: Service, body: ChatBody) -> Response:
@@ -88,19 +88,23 @@ async def encode_messages(
     add_special_tokens: bool,
 ) -> list[int]:
     """Token ids of a conversation. Raises ApiError if the template refuses it."""
-    tokenizer = service.ready().running.tokenizer
-    given = template_messages(messages, tokenizer.knows_tool_calls)
-    options = template_options or {}
+    running = service.ready().running
+    loop = asyncio.get_running_loop()
     try:
-        if len(given) > _MANY_MESSAGES:
-            text = await asyncio.to_thread(
-                tokenizer.render_chat, given, add_generation_prompt, options
-            )
-        else:
-            text = tokenizer.render_chat(given, add_generation_prompt, options)
+        text = await loop.run_in_executor(
+            _RENDERING,
+            render_conversation,
+            messages,
+            running.tokenizer,
+            running.max_model_len,
+            add_generation_prompt,
+            template_options or {},
+        )
+    except ConversationError as error:
+        code = "context_length_exceeded" if error.too_long else None
+        raise ApiError(400, str(error), param=error.field, code=code) from error
     except UsageError as error:
-        told = as_api_error(error, _TEMPLATE_FIELDS)
-        raise ApiError(400, told.message, param=told.param or "messages") from error
+        raise ApiError(400, str(error), param="messages") from error
     return await service.encode(text, add_special_tokens, "messages")
 
 

@@ -6,7 +6,7 @@ Sources: https://platform.openai.com/docs/api-reference, https://docs.vllm.ai (O
 server).
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -132,84 +132,26 @@ class CompletionBody(GenerationBody, kw_only=True):
     response_format: Any = None
 
 
-class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A piece of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-Content = str | list[TextPart]
-
-
-class SystemMessage(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="system"
-):
-    """What the model is to be."""
-
-    content: Content
-    name: str | None = None
-
-
-class DeveloperMessage(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="developer"
-):
-    """OpenAI's newer word for a system message; templates are given it as one."""
-
-    content: Content
-    name: str | None = None
-
-
-class UserMessage(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="user"
-):
-    """What the user said."""
-
-    content: Content
-    name: str | None = None
-
-
-class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """arguments: a JSON object, as a text."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A call that an earlier answer made."""
-
-    id: str
-    type: Literal["function"]
-    function: FunctionCall
-
-
-class AssistantMessage(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"
-):
-    """An earlier answer, with the fields that answers have."""
-
-    content: Content | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    refusal: Literal[None] = None
-    audio: Literal[None] = None
-    function_call: Literal[None] = None
-    annotations: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
-
-
-class ToolMessage(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="tool"
-):
-    """What a tool answered."""
-
-    content: Content
-    tool_call_id: str
-    name: str | None = None
-
-
-ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
-Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+# What headrace.conversation takes, as far as a schema can say it.
+_TEXT = {"type": ["string", "null"]}
+_OBJECTS = {"type": ["array", "null"], "items": {"type": "object"}}
+_PARTS = {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "object"}]}}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"type": "string", "description": "system, developer, user, assistant or tool"},
+        "content": {"anyOf": [_TEXT, _PARTS]},
+        "name": _TEXT,
+        "reasoning_content": _TEXT,
+        "refusal": _TEXT,
+        "tool_call_id": _TEXT,
+        "tool_calls": _OBJECTS,
+    },
+}
+Messages = Annotated[
+    list[dict[str, Any]], msgspec.Meta(min_length=1, extra_json_schema={"items": _MESSAGE})
+]
 
 
 class ChatBody(GenerationBody, kw_only=True):

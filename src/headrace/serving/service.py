@@ -42,12 +42,8 @@ class Service:
         """The engine has loaded: requests are let in."""
         self.engine = engine
         tokenizer = engine.running.tokenizer
-        self._longest_token = max(map(len, tokenizer.core.get_vocab()), default=1)
+        self._longest_token = tokenizer.longest_token
         self.metrics.attach(engine.running)
-        try:
-            tokenizer.render_chat([{"role": "user", "content": "?"}])
-        except HeadraceError as error:
-            _log.warning("chats will be refused: %s", error)
 
     def ready(self) -> AsyncLLM:
         """The engine. Raises ApiError while it loads, when it is broken and when it drains."""
