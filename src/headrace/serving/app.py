@@ -14,7 +14,7 @@ import headrace
 from headrace.errors import HeadraceError
 from headrace.serving.access import KeyCheck
 from headrace.serving.answers import ClientGone, LastResponse
-from headrace.serving.body import read_body
+from headrace.serving.body import Bodies
 from headrace.serving.chat import answer_chat
 from headrace.serving.completions import complete
 from headrace.serving.errors import INTERNAL, ApiError, as_api_error
@@ -69,6 +69,7 @@ def make_app(service: Service) -> FastAPI:
 
 def _add_routes(app: FastAPI, service: Service) -> None:
     settings = service.settings
+    bodies = Bodies(settings)
 
     @app.get("/health", **describe(None, errors=(503,)))
     async def health() -> Response:
@@ -105,7 +106,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     )
     async def completions(request: Request) -> Response:
         """Continue prompts."""
-        return await complete(service, await read_body(request, CompletionBody, settings))
+        return await complete(service, await bodies.read(request, CompletionBody))
 
     @app.post(
         "/v1/chat/completions",
@@ -113,18 +114,18 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await answer_chat(service, await read_body(request, ChatBody, settings))
+        return await answer_chat(service, await bodies.read(request, ChatBody))
 
     @app.post("/tokenize", **describe(Tokenized, body=TokenizeBody, errors=_BODY_ERRORS))
     async def tokens_of(request: Request) -> Response:
         """The tokens of a text or of a conversation."""
-        body = await read_body(request, TokenizeBody, settings)
+        body = await bodies.read(request, TokenizeBody)
         return _json(await tokenize(service, body))
 
     @app.post("/detokenize", **describe(Detokenized, body=DetokenizeBody, errors=_BODY_ERRORS))
     async def text_of(request: Request) -> Response:
         """The text of tokens."""
-        body = await read_body(request, DetokenizeBody, settings)
+        body = await bodies.read(request, DetokenizeBody)
         return _json(await detokenize(service, body))
 
 

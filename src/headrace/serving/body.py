@@ -9,25 +9,100 @@ import msgspec
 from starlette.requests import Request
 
 from headrace.serving.answers import ClientGone
+from headrace.serving.body_work import check_work
 from headrace.serving.errors import ApiError
+from headrace.serving.lenient import lenient
 from headrace.serving.requests import Body
 from headrace.serving.settings import ServerSettings
 
 _Body = TypeVar("_Body", bound=Body)
+
+# Bodies of the largest size that may be in memory at once, of all connections.
+MOST_BODIES = 16
+# Names longer than this are no misspelt fields, and only their beginning is repeated.
+_LONGEST_NAME = 100
+# Of msgspec's words, which may quote what was sent: first what is wrong, at the end where it is.
+_LONGEST_WORDS = 1000
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`(?: - at `\$\.(?P<path>.*)`)?")
 _WRONG = re.compile(r"(?P<what>.*?) - at `(?:key` in `)?\$\.?(?P<path>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`")
 
 
-async def read_body(request: Request, kind: type[_Body], settings: ServerSettings) -> _Body:
-    """The body as an object of this kind. Raises ApiError for what is wrong with it."""
-    _check_type(request)
-    data = await _read(request, settings)
-    if not data:
-        raise ApiError(400, "there is no body: send a JSON object")
+class Bodies:
+    """Reads the bodies of all requests, which together have a bound."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        # Bytes that came and are not decoded yet.
+        self._held = 0
+
+    async def read(self, request: Request, kind: type[_Body]) -> _Body:
+        """A body as an object of this kind. Raises ApiError for what is wrong with it."""
+        _check_type(request)
+        data = bytearray()
+        try:
+            await self._receive(request, data)
+            if not data:
+                raise ApiError(400, "there is no body: send a JSON object")
+            await check_work(data)
+            return decoded(data, kind)
+        finally:
+            self._held -= len(data)
+
+    async def _receive(self, request: Request, data: bytearray) -> None:
+        limit = self._settings.max_body_bytes
+        too_large = ApiError(
+            413,
+            f"the body is larger than the {limit} bytes that --max-body-size allows",
+            unread=True,
+        )
+        if int(request.headers.get("content-length", "0")) > limit:
+            raise too_large
+        try:
+            async with asyncio.timeout(self._settings.read_timeout):
+                while True:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    data += message["body"]
+                    self._held += len(message["body"])
+                    if len(data) > limit:
+                        too_large.unread = message["more_body"]
+                        raise too_large
+                    if self._held > MOST_BODIES * limit:
+                        raise ApiError(
+                            503,
+                            f"requests of {MOST_BODIES * limit} bytes are arriving already: try "
+                            "again later",
+                            code="bodies_full",
+                            unread=message["more_body"],
+                        )
+                    if not message["more_body"]:
+                        return
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the body did not arrive within {self._settings.read_timeout:g} s",
+                unread=True,
+            ) from None
+
+
+def _check_type(request: Request) -> None:
+    given = request.headers.get("content-type", "")
+    if given.split(";", 1)[0].strip().lower() != "application/json":
+        raise ApiError(
+            415,
+            f"the content type must be application/json, not {given[:100]!r}: "
+            "send the header Content-Type: application/json",
+            unread=True,
+        )
+
+
+def decoded(data: bytearray, kind: type[_Body]) -> _Body:
+    """The body as an object. Raises ApiError naming what is wrong with it."""
     try:
-        body = msgspec.json.decode(data, type=kind)
+        body = _converted(data, kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -44,61 +119,50 @@ async def read_body(request: Request, kind: type[_Body], settings: ServerSetting
     return body
 
 
-def _check_type(request: Request) -> None:
-    given = request.headers.get("content-type", "")
-    if given.split(";", 1)[0].strip().lower() != "application/json":
-        raise ApiError(
-            415,
-            f"the content type must be application/json, not {given[:100]!r}: "
-            "send the header Content-Type: application/json",
-            unread=True,
-        )
-
-
-async def _read(request: Request, settings: ServerSettings) -> bytes:
-    limit = settings.max_body_bytes
-    too_large = ApiError(
-        413, f"the body is larger than the {limit} bytes that --max-body-size allows", unread=True
-    )
-    if int(request.headers.get("content-length", "0")) > limit:
-        raise too_large
-    data = bytearray()
+def _converted(data: bytearray, kind: type[_Body]) -> _Body:
+    """The object, with numbers that were written in another way if it is none as it stands."""
     try:
-        async with asyncio.timeout(settings.read_timeout):
-            while True:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                data += message["body"]
-                if len(data) > limit:
-                    too_large.unread = message["more_body"]
-                    raise too_large
-                if not message["more_body"]:
-                    return bytes(data)
-    except TimeoutError:
-        raise ApiError(
-            408, f"the body did not arrive within {settings.read_timeout:g} s", unread=True
-        ) from None
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        # No field is read in another way that is not there.
+        if str(error).startswith("Object "):
+            raise
+        first = error
+    try:
+        values = msgspec.json.decode(data)
+    except msgspec.ValidationError:
+        # Numbers without end, whose field only the first error names.
+        raise first from None
+    return msgspec.convert(lenient(values, kind), kind, str_keys=True)
 
 
 def _invalid(text: str, kind: type[Body]) -> ApiError:
     """msgspec's message in the words of the API, naming the field."""
+    if len(text) > _LONGEST_WORDS:
+        text = text[: _LONGEST_WORDS // 2] + "..." + text[-_LONGEST_WORDS // 2 :]
     if found := _UNKNOWN.match(text):
         name, path = found["name"], found["path"]
-        where = f"{path}.{name}" if path else name
-        close = [] if path else difflib.get_close_matches(name, kind.__struct_fields__, 1)
+        where = _shortened(f"{path}.{name}" if path else name)
+        close = []
+        if not path and len(name) <= _LONGEST_NAME:
+            close = difflib.get_close_matches(name, kind.__struct_fields__, 1)
         hint = f": did you mean {close[0]}?" if close else ""
         return ApiError(
             400, f"there is no field {where}, or it is not supported{hint}", param=where
         )
     wrong = _WRONG.fullmatch(text)
     what, path = (wrong["what"], wrong["path"]) if wrong else (text, "")
+    what, path = _shortened(what), _shortened(path)
     if found := _MISSING.match(what):
         where = f"{path}.{found['name']}" if path else found["name"]
         return ApiError(400, f"{where} is missing", param=where)
     if path.startswith("messages[") and path.endswith("].type"):
         return ApiError(400, f"{path}: only text is supported ({what})", param=path)
     return ApiError(400, f"{path or 'the body'}: {what}", param=path or None)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_NAME else text[:_LONGEST_NAME] + "..."
 
 
 def _alike(value: object) -> tuple[type, ...]:

@@ -95,7 +95,7 @@ def as_api_error(
 ) -> ApiError:
     """How a client is told of an error. fields: the engine's names, with what the request calls
     them; one of them may be to blame: the engine's messages begin with it then."""
-    message = " ".join(str(error).split())
+    message = " ".join(str(error)[: 2 * _LONGEST].split())
     if isinstance(error, UsageError):
         first = message.split(" ", 1)[0].rstrip(":")
         if first in fields:

@@ -61,11 +61,11 @@ class Service:
         return self.engine
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError for a model that is not served; None means the one that is."""
-        if name is not None and name not in self.settings.served_model_names:
+        """Raises ApiError for a model that is not served; None or no name mean the one that is."""
+        if name and name not in self.settings.served_model_names:
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist: this server has "
+                f"the model {name[:100]!r} does not exist: this server has "
                 f"{', '.join(self.settings.served_model_names)}",
                 param="model",
                 code="model_not_found",

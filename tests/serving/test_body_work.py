@@ -1,0 +1,93 @@
+"""Bodies are weighed before they are decoded, in pieces, whatever is in them."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.serving.body_work import _Scan, check_work
+from headrace.serving.errors import ApiError
+
+TEXTS = st.text(st.sampled_from('a"\\,:[]{}é\n0'), max_size=8)
+VALUES = st.recursive(
+    st.none() | st.integers() | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(TEXTS, VALUES, max_size=4), st.lists(st.integers(0, 300)))
+def test_what_is_counted_does_not_depend_on_the_pieces(value: Any, cuts: list[int]) -> None:
+    data = json.dumps(value).encode()
+    whole = _Scan()
+    whole.take(data)
+    assert (whole.depth, whole.text) == (0, None)
+    pieces = _Scan()
+    begin = 0
+    for cut in sorted(cut for cut in cuts if cut < len(data)):
+        # Pieces do not end within an escape.
+        if cut > begin and data[cut - 1 : cut] != b"\\":
+            pieces.take(data[begin:cut])
+            begin = cut
+    pieces.take(data[begin:])
+    assert (pieces.depth, pieces.text) == (0, None)
+    assert pieces.work == whole.work
+
+
+def refusal(body: str) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(check_work(bytearray(body.encode())))
+    assert caught.value.status == 400
+    assert len(caught.value.message) < 300
+    return caught.value
+
+
+N = 2_000_000
+TOO_MUCH = {
+    "numbers": (f'{{"model": "m", "prompt": [{"1," * N}1]}}', "prompt"),
+    "lists": (f'{{"n": 1, "prompt": [{"[1]," * N}1]}}', "prompt"),
+    "texts": ('{"n": 1, "prompt": [' + '"a",' * N + "1]}", "prompt"),
+    "messages": ('{"messages": [' + '{"role": "user", "content": "a"},' * N + "1]}", "messages"),
+    "names": ('{"prompt": "a", "metadata": {' + '"a": 1,' * N + "1]}", "metadata"),
+    "spaces": ('{"prompt": "a", "n": ' + " " * 2 * N + "1}", "n"),
+    "long number": ('{"prompt": "a", "n": ' + "7" * 100_000 + "}", "n"),
+    "open brackets": ('{"prompt": ' + "[" * N, "prompt"),
+    "no names": ("[" * N, None),
+    "a long name": ('{"' + "x" * 1000 + '": ' + "[" * N, "x" * 100),
+}
+
+
+@pytest.mark.parametrize(("body", "field"), TOO_MUCH.values(), ids=TOO_MUCH)
+def test_a_body_with_too_much_in_it_is_refused_by_name(body: str, field: str | None) -> None:
+    assert refusal(body).param == field
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a" * 15_000_000,
+        '", [{\\' * 1_000_000,
+        [[50256] * 8192] * 50,
+        ["a b c " * 100] * 20_000,
+        [{"role": "user", "content": "a"}] * 15_000,
+    ],
+    ids=["long text", "text like JSON", "prompts of ids", "prompts", "messages"],
+)
+def test_what_requests_have_is_not_too_much(value: Any) -> None:
+    asyncio.run(check_work(bytearray(json.dumps({"prompt": value}).encode())))
+
+
+def test_others_have_their_turn_while_a_body_is_weighed() -> None:
+    async def turns() -> int:
+        count = 0
+        weighing = asyncio.ensure_future(check_work(bytearray(b'"' + b"a" * 1_000_000 + b'"')))
+        while not weighing.done():
+            count += 1
+            await asyncio.sleep(0)
+        return count
+
+    # Once a piece.
+    assert asyncio.run(turns()) >= 1_000_000 // (64 * 1024)
