@@ -31,6 +31,7 @@ def llm(checkpoint: Path) -> Iterator[LLM]:
         max_num_batched_tokens=16,
         block_size=8,
         max_logprobs=40,
+        scheduling_policy="priority",
     ) as engine:
         yield engine
 

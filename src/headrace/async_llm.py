@@ -71,7 +71,9 @@ class AsyncLLM:
         (params,) = as_params(sampling_params, 1)
         (tokenized,) = as_prompts([prompt], self.running.tokenizer)
         prepared = await self._prepare(params)
-        request = Submission(self._thread, [tokenized.token_ids], prepared, priority)
+        request = Submission(
+            self._thread, [tokenized.token_ids], prepared, priority, tokenized.salt
+        )
         names = map(str, self._numbers) if request_id is None else [request_id]
         for name in names:
             # Looked up and taken at once: another loop may be about to take the same name.
@@ -91,16 +93,22 @@ class AsyncLLM:
             request.abort()
 
     async def submit(
-        self, prompts: list[list[int]], sampling_params: SamplingParams, *, priority: int = 0
+        self,
+        prompts: list[list[int]],
+        sampling_params: SamplingParams,
+        *,
+        priority: int = 0,
+        salt: bytes = b"",
     ) -> Submission:
         """Prompts once the engine has taken them on, to be read delta by delta; abort() them when
         they are no longer wanted.
 
-        prompts: token ids. Raises UsageError if one of them can never run, PipelineError if the
+        prompts: token ids. salt: only requests with the same find each other's tokens in the prefix
+        cache. Raises UsageError if one of them can never run, PipelineError if the
         pipeline broke; nothing of them runs then.
         """
         prepared = await self._prepare(sampling_params)
-        submission = Submission(self._thread, prompts, prepared, priority)
+        submission = Submission(self._thread, prompts, prepared, priority, salt)
         self._thread.add(submission)
         try:
             await submission.accepted()

@@ -27,6 +27,7 @@ class EngineConfig:
     max_num_seqs: sequences that run at the same time; None for 256, or fewer if
         max_num_batched_tokens is less.
     max_num_batched_tokens: tokens in one step.
+    scheduling_policy: fcfs runs requests as they come; priority lets them have a priority.
     prefill_policy: even gives consecutive steps the same cost; budget fills every step up to
         max_num_batched_tokens.
     block_size: positions in a KV-cache block. enable_prefix_caching: keep blocks of requests that
@@ -56,6 +57,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int = 512
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     prefill_policy: PrefillPolicyName = "even"
     block_size: int = 16
     enable_prefix_caching: bool = True

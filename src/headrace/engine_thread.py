@@ -33,11 +33,13 @@ class Submission:
         prompts: list[list[int]],
         prepared: Prepared,
         priority: int,
+        salt: bytes = b"",
     ) -> None:
         self.requests = [Request(self, number, prompt) for number, prompt in enumerate(prompts)]
         self.prepared = prepared
         self.params = prepared.params
         self.priority = priority
+        self.salt = salt
         self.loop = asyncio.get_running_loop()
         self._thread = thread
         self._accepted = False
@@ -211,7 +213,7 @@ class EngineThread:
         try:
             for request in submission.requests:
                 request.engine_id = self._engine.add(
-                    request.prompt, submission.prepared, submission.priority
+                    request.prompt, submission.prepared, submission.priority, submission.salt
                 )
                 self._requests[request.engine_id] = request
             _post(submission.loop, submission.accept)

@@ -251,6 +251,7 @@ def _engine(
         seed=config.seed,
         stall_timeout=_stall_timeout(config, model_config),
         max_logprobs=config.max_logprobs,
+        priorities=config.scheduling_policy == "priority",
         tuner=MicrobatchTuner(config.most_microbatches) if tuned else None,
         clock=clock,
     )

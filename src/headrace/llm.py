@@ -75,7 +75,8 @@ class LLM:
 
         A prompt is a text or a list of token ids. One SamplingParams serves all prompts, a list
         gives each its own. use_tqdm: show a progress bar if standard error is a terminal.
-        priority: one number a prompt, smaller runs first. Raises UsageError for a request that can
+        priority: one number a prompt, smaller runs first, if scheduling_policy is "priority"; an
+        error under "fcfs", unless all are 0. Raises UsageError for a request that can
         never run, PipelineError if the pipeline breaks. An error or interrupt inside the engine
         closes this LLM.
         """
@@ -129,7 +130,7 @@ class LLM:
         (tokenized,) = as_prompts([prompt], self.running.tokenizer)
         (params,) = as_params(sampling_params, 1)
         arrived: deque[OutputDelta] = deque()
-        request_id = self._add(tokenized.token_ids, params, priority, arrived)
+        request_id = self._add(tokenized, params, priority, arrived)
         completions = params.n
         try:
             while completions:
@@ -220,7 +221,7 @@ class LLM:
                     if id(choice) not in prepared:
                         prepared[id(choice)] = self.running.engine.prepare(choice)
                     request_id = self._add(
-                        prompt.token_ids, prepared[id(choice)], priorities[number], arrived
+                        prompt, prepared[id(choice)], priorities[number], arrived
                     )
                 except UsageError as error:
                     if len(prompts) == 1 or not self._end_stages.alive:
@@ -245,7 +246,7 @@ class LLM:
 
     def _add(
         self,
-        prompt: list[int],
+        prompt: TokenizedPrompt,
         params: SamplingParams | Prepared,
         priority: int,
         reader: deque[OutputDelta],
@@ -255,7 +256,7 @@ class LLM:
         with self._lock:
             self._waiting.discard(threading.get_ident())
             self._check_open()
-            request_id = self.running.engine.add(prompt, params, priority)
+            request_id = self.running.engine.add(prompt.token_ids, params, priority, prompt.salt)
             self._arrived[request_id] = reader
         return request_id
 

@@ -15,16 +15,20 @@ from headrace.errors import UsageError
 from headrace.protocol.checks import shortened
 from headrace.protocol.sampling_params import SamplingParams
 
-# As in vLLM: a text, token ids, or a dict with one of them.
+# As in vLLM: a text, token ids, or a dict with one of them, which may also have a cache_salt.
 Prompt = str | Sequence[int] | dict[str, Any]
 
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """A prompt as the engine takes it; text is None if it was given as token ids."""
+    """A prompt as the engine takes it; text is None if it was given as token ids.
+
+    salt: of its blocks in the prefix cache.
+    """
 
     text: str | None
     token_ids: list[int]
+    salt: bytes = b""
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> list[TokenizedPrompt]:
@@ -88,13 +92,20 @@ def tokenized_chat(
 
 def _tokenized(prompt: Any, name: str, tokenizer: Tokenizer) -> TokenizedPrompt:
     given = prompt
-    if isinstance(prompt, dict) and prompt.keys() in ({"prompt"}, {"prompt_token_ids"}):
-        (prompt,) = prompt.values()
+    salt = ""
+    if isinstance(prompt, dict):
+        fields = {key: value for key, value in prompt.items() if key != "cache_salt"}
+        if fields.keys() in ({"prompt"}, {"prompt_token_ids"}):
+            salt = prompt.get("cache_salt", "")
+            (prompt,) = fields.values()
+    if not isinstance(salt, str):
+        raise UsageError(f"{name}: cache_salt must be a text, not {shortened(salt)}")
+    root = salt.encode(errors="surrogatepass")
     if isinstance(prompt, str):
-        return TokenizedPrompt(prompt, tokenizer.encode(prompt))
+        return TokenizedPrompt(prompt, tokenizer.encode(prompt), root)
     if not _is_ids(prompt):
         raise UsageError(_no_prompt(name, given))
-    return TokenizedPrompt(None, [operator.index(token) for token in prompt])
+    return TokenizedPrompt(None, [operator.index(token) for token in prompt], root)
 
 
 def _no_prompt(name: str, value: object) -> str:

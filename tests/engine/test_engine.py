@@ -263,3 +263,14 @@ def test_a_token_among_equals_keeps_its_own_rank() -> None:
     # By id 3 comes before 5, but nothing is likelier than either.
     report = engine(Pipeline())._readable(TokenLogprobs([5, 3, 5], [-1.0, -1.0, -1.0], 1))
     assert {token: entry.rank for token, entry in report.items()} == {5: 1, 3: 1}
+
+
+def test_first_come_first_served_takes_no_priority() -> None:
+    target = engine(Pipeline())
+    target.priorities = False
+    with pytest.raises(
+        UsageError, match=r"^priority must be 0, not -1, under --scheduling-policy fcfs"
+    ):
+        target.add([1], SamplingParams(), priority=-1)
+    assert target.scheduler.idle
+    target.add([1], SamplingParams(), priority=0)

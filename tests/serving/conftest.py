@@ -34,6 +34,7 @@ def server(tiny_model: Path) -> Iterator[Server]:
         *("--served-model-name", MODEL, "--served-model-name", OTHER_NAME),
         *("--kv-cache-memory", _KV_CACHE, "--max-num-seqs", str(MAX_SEQUENCES)),
         *("--max-queued-requests", str(MAX_QUEUED), "--max-logprobs", "-1"),
+        *("--scheduling-policy", "priority"),
     ) as running:
         yield running
 

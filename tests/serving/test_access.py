@@ -1,5 +1,6 @@
 """Who may ask: keys, certificates, addresses and other sites' pages."""
 
+import asyncio
 import socket
 import ssl
 import subprocess
@@ -10,10 +11,12 @@ import httpx
 import psutil
 import pytest
 import typer
+from starlette.types import Message, Receive, Scope, Send
 
 from command import run, wait_until
 from headrace.cli import app
 from headrace.errors import StartError, UsageError
+from headrace.serving.access import KeyCheck, caller_salt
 from headrace.serving.listener import listen
 from headrace.serving.settings import ServerSettings
 from serving.running_server import Server, running_server
@@ -94,6 +97,63 @@ def test_without_one_nothing_is_answered(client: httpx.Client, headers: dict[byt
     # Not even whether a path exists, or what is wrong with a body.
     for method, path in (("GET", "/v1/models"), ("GET", "/nowhere"), ("POST", "/tokenize")):
         assert client.request(method, path, headers=headers).status_code == 401
+
+
+def cached(client: httpx.Client, prompt: str, key: str, **fields: str) -> int:
+    body = {"prompt": prompt, "max_tokens": 1, **fields}
+    answer = client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_the_prefix_cache_tells_no_key_what_another_sent(client: httpx.Client) -> None:
+    prompt = "w3 " * 40
+    first, second = KEYS
+    assert [cached(client, prompt, key) for key in (first, second, first, second)] == [0, 0, 32, 32]
+    # Nor one who names the other's salt, as far as it can be known.
+    salted = [cached(client, prompt, key, cache_salt=salt) for key, salt in (
+        (first, "a"), (second, "a"), (first, "b"), (first, "a"), (second, first), (first, second),
+    )]  # fmt: skip
+    assert salted == [0, 0, 0, 32, 0, 0]
+
+
+def test_a_priority_needs_a_policy_that_allows_it(client: httpx.Client) -> None:
+    headers = {"authorization": f"Bearer {KEYS[0]}"}
+    for path, what in (
+        ("/v1/completions", {"prompt": "w1"}),
+        ("/v1/completions", {"prompt": ["w1", "w2"], "stream": True}),
+    ):
+        body = {**what, "max_tokens": 1, "priority": 5}
+        answer = client.post(path, json=body, headers=headers)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "priority"
+        assert "--scheduling-policy" in answer.json()["error"]["message"]
+        body["priority"] = 0
+        assert client.post(path, json=body, headers=headers).status_code == 200
+
+
+def test_keys_share_a_prefix_cache_by_choice_and_one_key_has_its_own() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        salts.append(caller_salt.get())
+
+    async def no_body() -> Message:
+        raise AssertionError
+
+    async def no_answer(message: Message) -> None:
+        raise AssertionError
+
+    def ask_with(check: KeyCheck, key: str) -> None:
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        scope = {"type": "http", "path": "/v1/completions", "headers": headers}
+        asyncio.run(check(scope, no_body, no_answer))
+
+    for keys, shared in ((KEYS, True), (KEYS[:1], False), (KEYS[:1] * 2, False), (KEYS, False)):
+        salts: list[bytes] = []
+        check = KeyCheck(app, keys, shared, lambda status: None)
+        for key in keys:
+            ask_with(check, key)
+        apart = keys == KEYS and not shared
+        assert len(set(salts)) == 1 + apart
+        assert (b"" in salts) != apart
 
 
 def test_probes_and_scrapers_need_no_key(client: httpx.Client) -> None:

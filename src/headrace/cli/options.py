@@ -28,6 +28,9 @@ KvCacheMemory = Annotated[
     str | None,
     typer.Option(help="KV cache a stage, such as 2GiB; default: a part of the free memory."),
 ]
+SchedulingPolicy = Annotated[
+    str, typer.Option(help="fcfs: first come, first served; priority: requests may have one.")
+]
 PrefillPolicy = Annotated[
     str, typer.Option(help="even: steps of the same cost; budget: always as many tokens.")
 ]

@@ -37,6 +37,13 @@ def serve(
             help=f"Key that requests must have; may be repeated. Better: {_KEY_VARIABLE}."
         ),
     ] = None,
+    shared_prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--shared-prefix-cache",
+            help="Several keys: let each find in the cache, and time, what others sent.",
+        ),
+    ] = False,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(help="What requests call the model; may be repeated. Default: --model."),
@@ -68,6 +75,7 @@ def serve(
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = 512,
+    scheduling_policy: options.SchedulingPolicy = "fcfs",
     prefill_policy: options.PrefillPolicy = "even",
     block_size: options.BlockSize = 16,
     kv_cache_memory: options.KvCacheMemory = None,
@@ -101,6 +109,7 @@ def serve(
         host=host,
         port=port,
         api_keys=_api_keys(api_key),
+        shared_prefix_cache=shared_prefix_cache,
         max_queued_requests=max_queued_requests,
         max_body_bytes=body_bytes,
         read_timeout=read_timeout,

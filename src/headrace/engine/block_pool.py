@@ -77,6 +77,11 @@ class BlockPool:
                     self._blank.append(block)
 
 
+def root_key(salt: bytes) -> bytes:
+    """What the first blocks of sequences with this salt have for a parent; nothing without one."""
+    return blake2b(salt, digest_size=16, person=b"salt").digest() if salt else b""
+
+
 def block_key(parent: bytes, tokens: list[int]) -> bytes:
     """The key of a full block: a digest of its tokens and, through its parent's key, all before.
 

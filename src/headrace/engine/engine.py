@@ -20,6 +20,7 @@ from headrace.engine.stage_usage import StageUsage
 from headrace.engine.stall import LINES_SHOWN, Scene, StallWatch
 from headrace.engine.step_cost import CostFit, StepCost, StepWork, dearest
 from headrace.engine.stop_strings import StopStrings
+from headrace.errors import UsageError
 from headrace.protocol.checks import check_type
 from headrace.protocol.messages import Report, Result, Timeline, TokenLogprobs
 from headrace.protocol.plan import Plan
@@ -67,7 +68,8 @@ class Engine:
     vocab_size bounds token ids; seed is the base for requests without one; stall_timeout, in
     seconds, is how long nothing may come while a step is in flight, unless a stage computes.
     max_logprobs: of one position that a request may ask for, -1 for no limit. tuner: chooses the
-    number of microbatches; None leaves it. costs: each stage's measured cost of a step.
+    number of microbatches; None leaves it. priorities: whether a request may have one other than 0.
+    costs: each stage's measured cost of a step.
     detokenizer: makes the texts that callers get; reader: reads single tokens, special ones too.
     """
 
@@ -80,6 +82,7 @@ class Engine:
     stall_timeout: float
     max_logprobs: int
     tuner: MicrobatchTuner | None = None
+    priorities: bool = True
     clock: Callable[[], float] = time.monotonic
     usage: list[StageUsage] = field(init=False)
     costs: list[CostFit] = field(init=False)
@@ -112,13 +115,25 @@ class Engine:
         nobody. Raises UsageError for what the model or this engine does not have."""
         return self._preparation.prepare(params)
 
-    def add(self, prompt: list[int], params: SamplingParams | Prepared, priority: int = 0) -> int:
+    def add(
+        self,
+        prompt: list[int],
+        params: SamplingParams | Prepared,
+        priority: int = 0,
+        salt: bytes = b"",
+    ) -> int:
         """Queue a request and return its id; smaller priorities run first.
 
-        params: prepared, unless they are short. Raises UsageError, and queues nothing, if it could
+        params: prepared, unless they are short. salt: only requests with the same find each other's
+        blocks in the prefix cache. Raises UsageError, and queues nothing, if it could
         never run.
         """
         check_type("priority", priority, int)
+        if priority and not self.priorities:
+            raise UsageError(
+                f"priority must be 0, not {priority}, under --scheduling-policy fcfs: choose "
+                "--scheduling-policy priority"
+            )
         self._preparation.check_tokens("prompt token", prompt)
         prepared = params if isinstance(params, Prepared) else self.prepare(params)
         params = prepared.params
@@ -145,6 +160,7 @@ class Engine:
                 priority,
                 rules=prepared.rules,
                 stop_tokens=prepared.stop_tokens,
+                salt=salt,
             )
             self.scheduler.add(sequence)
             self._requests[request_id].append(sequence)

@@ -1,10 +1,11 @@
 """Prefix caching: sequences find blocks that others have filled with the same tokens.
 
 Only accepted tokens are shared, from blocks whose step is planned before the reader's: stages run
-plans in order, so what a block is to hold is there when the reader's step runs.
+plans in order, so what a block is to hold is there when the reader's step runs. How soon a prompt
+is computed tells what is cached; so sequences find only what others with the same salt left.
 """
 
-from headrace.engine.block_pool import BlockPool, block_key
+from headrace.engine.block_pool import BlockPool, block_key, root_key
 from headrace.engine.request import Sequence, tokens_between
 
 
@@ -81,5 +82,5 @@ class PrefixCache:
         while len(keys) <= number:
             start = len(keys) * size
             tokens = tokens_between(sequence, start, start + size)
-            keys.append(block_key(keys[-1] if keys else b"", tokens))
+            keys.append(block_key(keys[-1] if keys else root_key(sequence.salt), tokens))
         return keys[number]

@@ -24,7 +24,8 @@ class Sequence:
     planned_outputs: tokens accepted, or that plans asked to be sampled; newest_sample refers to the
     newest of those. in_flight: rows whose result has not arrived.
 
-    keys: prefix-cache keys of its full blocks of known tokens, as far as worked out; published: how
+    salt: what the prefix cache tells its tokens apart by from the same of others. keys:
+    prefix-cache keys of its full blocks of known tokens, as far as worked out; published: how
     many of its blocks are in the prefix cache. prompt_logprobs: how many prompt tokens after the
     first have theirs. cached_tokens: positions that its first admission found in the prefix cache.
     queued_at, admitted_at: when it came and when it first had a slot, on the scheduler's clock.
@@ -57,6 +58,7 @@ class Sequence:
     stop_reason: int | str | None = None
     rules: SharedRules | None = None
     stop_tokens: frozenset[int] = frozenset()
+    salt: bytes = b""
 
     @property
     def finished(self) -> bool:

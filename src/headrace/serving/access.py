@@ -2,6 +2,8 @@
 
 import hmac
 from collections.abc import Callable
+from contextvars import ContextVar
+from hashlib import blake2b
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -12,18 +14,32 @@ from headrace.serving.errors import ApiError
 _OPEN = frozenset({"/health", "/version", "/metrics", "/docs", "/redoc", "/openapi.json"})
 
 
+# Of the request that is being answered: what tells its caller from others in the prefix cache.
+caller_salt: ContextVar[bytes] = ContextVar("caller_salt", default=b"")
+
+
 class KeyCheck:
     """Lets requests with one of the keys pass (Authorization: Bearer KEY), and 401 the others.
 
+    shared_cache: whether those with different keys find each other's tokens in the prefix cache.
     on_refusal: told the status of each that may not.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: tuple[str, ...], on_refusal: Callable[[int], None]
+        self,
+        app: ASGIApp,
+        keys: tuple[str, ...],
+        shared_cache: bool,
+        on_refusal: Callable[[int], None],
     ) -> None:
         self._app = app
         self._on_refusal = on_refusal
-        self._keys = [key.encode() for key in keys]
+        apart = len(set(keys)) > 1 and not shared_cache
+        # By key, the salt of its requests.
+        self._keys = {
+            key.encode(): blake2b(key.encode(), digest_size=16).digest() if apart else b""
+            for key in keys
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in _OPEN or self._may_enter(scope):
@@ -48,6 +64,8 @@ class KeyCheck:
                     given = b""
         # All keys are compared, and each in constant time: how long it takes tells nothing.
         found = False
-        for key in self._keys:
-            found |= hmac.compare_digest(given.strip(), key)
+        for key, salt in self._keys.items():
+            if hmac.compare_digest(given.strip(), key):
+                found = True
+                caller_salt.set(salt)
         return found

@@ -53,7 +53,12 @@ def make_app(service: Service) -> FastAPI:
     _add_error_answers(app, service)
     settings = service.settings
     if settings.api_keys:
-        app.add_middleware(KeyCheck, keys=settings.api_keys, on_refusal=service.metrics.refused)
+        app.add_middleware(
+            KeyCheck,
+            keys=settings.api_keys,
+            shared_cache=settings.shared_prefix_cache,
+            on_refusal=service.metrics.refused,
+        )
     # Outermost, so that browsers may read errors too.
     app.add_middleware(
         CORSMiddleware,

@@ -29,7 +29,12 @@ from headrace.serving.responses import (
     PromptLogprobs,
     Usage,
 )
-from headrace.serving.sampling import check_room, check_stream_options, sampling_params
+from headrace.serving.sampling import (
+    check_room,
+    check_stream_options,
+    salt_of,
+    sampling_params,
+)
 from headrace.serving.service import Generation, Service, finish_reason
 from headrace.serving.usage import TokenCount
 
@@ -73,7 +78,7 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
     )
     answer = _Answer(service, body, params, prompt)
     # From here on something runs, which only the answer ends.
-    generation = await service.begin([prompt], params, body.priority or 0, fields)
+    generation = await service.begin([prompt], params, body.priority or 0, fields, salt_of(body))
     if body.stream:
         return EventStream(_events(answer, generation, include_usage), generation.close)
     return WholeAnswer(_whole(answer, generation), generation.close)

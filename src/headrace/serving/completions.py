@@ -31,7 +31,12 @@ from headrace.serving.responses import (
     PromptLogprobs,
     Usage,
 )
-from headrace.serving.sampling import check_room, check_stream_options, sampling_params
+from headrace.serving.sampling import (
+    check_room,
+    check_stream_options,
+    salt_of,
+    sampling_params,
+)
 from headrace.serving.service import Generation, Service, finish_reason
 from headrace.serving.usage import TokenCount
 
@@ -96,7 +101,7 @@ async def complete(service: Service, body: CompletionBody) -> Response:
         prompts,
     )
     # From here on something runs, which only the answer ends.
-    generation = await service.begin(prompts, params, body.priority or 0, fields)
+    generation = await service.begin(prompts, params, body.priority or 0, fields, salt_of(body))
     if body.stream:
         return EventStream(_events(answer, generation, include_usage), generation.close)
     return WholeAnswer(_whole(answer, generation), generation.close)

@@ -32,6 +32,7 @@ _Text = Annotated[str, msgspec.Meta(max_length=10_000)]
 _Texts = Annotated[list[_Text], msgspec.Meta(max_length=1024)]
 _TokenIds = Annotated[list[_TokenId], msgspec.Meta(max_length=1024)]
 _Biases = Annotated[dict[int, float], msgspec.Meta(max_length=1024)]
+_Salt = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 _Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 
 
@@ -67,7 +68,6 @@ class GenerationBody(Body, kw_only=True):
         "logits_processors": _NOTHING,
         "structured_outputs": _NOTHING,
         "return_token_ids": _NO,
-        "cache_salt": _NOTHING,
         "request_id": _NOTHING,
         "vllm_xargs": _NOTHING,
         "kv_transfer_params": _NOTHING,
@@ -95,6 +95,7 @@ class GenerationBody(Body, kw_only=True):
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: _OrMinusOne | None = None
     priority: _Priority | None = None
+    cache_salt: _Salt | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
 
@@ -107,7 +108,6 @@ class GenerationBody(Body, kw_only=True):
     logits_processors: Any = None
     structured_outputs: Any = None
     return_token_ids: bool | None = None
-    cache_salt: str | None = None
     request_id: str | None = None
     vllm_xargs: Any = None
     kv_transfer_params: Any = None

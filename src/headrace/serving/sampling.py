@@ -5,6 +5,7 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace.protocol.sampling_params import SamplingParams
+from headrace.serving.access import caller_salt
 from headrace.serving.errors import ApiError, as_api_error
 from headrace.serving.requests import GenerationBody
 
@@ -36,6 +37,12 @@ def sampling_params(
         return SamplingParams(n=n, max_tokens=max_tokens, logprobs=logprobs, **fields)
     except UsageError as error:
         raise as_api_error(error, fields_of) from error
+
+
+def salt_of(body: GenerationBody) -> bytes:
+    """What its tokens have to share with others' to be found in the prefix cache: the key, unless
+    all keys share it, and its own cache_salt."""
+    return caller_salt.get() + (body.cache_salt or "").encode()
 
 
 def check_stream_options(body: GenerationBody) -> bool:

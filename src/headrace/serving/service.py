@@ -118,10 +118,12 @@ class Service:
         params: SamplingParams,
         priority: int,
         fields: Mapping[str, str],
+        salt: bytes,
     ) -> "Generation":
         """Have the engine take prompts on; close() what this gives, whatever happens.
 
-        fields: SamplingParams' names, with what the request calls them. Raises ApiError.
+        fields: SamplingParams' names, with what the request calls them. salt: of the prefix cache.
+        Raises ApiError.
         """
         engine = self.ready()
         self.check_count(len(prompts), params.n, fields)
@@ -134,7 +136,7 @@ class Service:
         self._open += count
         self.quiet.clear()
         try:
-            submission = await engine.submit(prompts, params, priority=priority)
+            submission = await engine.submit(prompts, params, priority=priority, salt=salt)
         except BaseException as error:
             self.leave(count)
             if isinstance(error, HeadraceError):

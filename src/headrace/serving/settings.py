@@ -13,6 +13,8 @@ class ServerSettings:
     port: 0 picks a free one. api_keys: any of them opens the API; none: it is open.
     served_model_names: what requests may call the model; answers have the one asked for, or the
     first.
+    shared_prefix_cache: whether requests find in the prefix cache what requests with other keys
+    sent.
     max_queued_requests: completions that may wait for a slot before more are refused.
     max_body_bytes: of a request. read_timeout: seconds for a request's header, and for its body,
     to arrive. request_timeout: seconds for a whole answer, None for any. drain_timeout: seconds
@@ -25,6 +27,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    shared_prefix_cache: bool = False
     max_queued_requests: int = 4096
     max_body_bytes: int = 16 * 2**20
     read_timeout: float = 30.0
