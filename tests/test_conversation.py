@@ -172,6 +172,15 @@ def test_a_conversation_has_no_more_messages_and_parts_than_tokens() -> None:
     assert caught.value.too_long
 
 
+def test_options_that_no_prompt_has_room_for_are_refused() -> None:
+    shy = tokenizer("{{ mood or '' }}")
+    assert render_conversation([USER], shy, 10, options={"unused": ["x" * 1000]}) == ""
+    for mood in ("x" * 1000, [1] * 1000, {"x": ["x"] * 1000}):
+        with pytest.raises(ConversationError, match="200 characters that fit") as caught:
+            render_conversation([USER], shy, 10, options={"mood": mood})
+        assert (caught.value.field, caught.value.too_long) == ("chat_template_kwargs", True)
+
+
 def test_options_cannot_take_the_place_of_the_chat() -> None:
     for name in ("messages", "tools", "add_generation_prompt", "chat_template"):
         with pytest.raises(ConversationError) as caught:

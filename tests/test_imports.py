@@ -77,7 +77,15 @@ def test_no_pickle_and_no_object_collectives(file: Path) -> None:
         assert name not in text
 
 
-def test_the_engines_process_starts_without_torch() -> None:
-    """It takes seconds to import, on the cores on which the stages load meanwhile."""
-    code = "import sys, headrace.cli, headrace.launcher; sys.exit('torch' in sys.modules)"
+def test_a_files_model_starts_without_torch_and_transformers() -> None:
+    """They take seconds to import, on the cores on which the stages load meanwhile. Only chats need
+    transformers."""
+    code = (
+        "import sys, headrace.cli, headrace.launcher\n"
+        "from headrace.checkpoint.gguf_file import read_gguf\n"
+        "from headrace.checkpoint.locate import locate_model\n"
+        "from headrace.checkpoint.tokenizer import tokenizer_of_gguf\n"
+        "tokenizer_of_gguf(read_gguf(locate_model('smollm2').path)).encode('a')\n"
+        "sys.exit(bool({'torch', 'transformers', 'jinja2'} & sys.modules.keys()))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

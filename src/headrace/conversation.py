@@ -82,6 +82,14 @@ def render_conversation(
     given = [_as_dict(f"messages[{number}]", message) for number, message in enumerate(messages)]
     longest = max_model_len * tokenizer.longest_token
     _check_size(given, max_model_len, longest)
+    known = {name: value for name, value in options.items() if name in template.words}
+    if _is_larger(known, longest + _NAMES_LEN):
+        raise ConversationError(
+            "chat_template_kwargs",
+            f" has more than the {longest} characters that fit into {max_model_len} tokens "
+            "(--max-model-len)",
+            too_long=True,
+        )
     found = [_message(f"messages[{n}]", message, template) for n, message in enumerate(given)]
     render = partial(
         template.render,
@@ -133,21 +141,26 @@ def _check_size(messages: list[dict[str, Any]], max_model_len: int, longest: int
         pieces += max(1, sum(len(value) for value in lists if isinstance(value, list | tuple)))
     if pieces > max_model_len:
         raise _too_long(f"{pieces} messages and parts of them do", max_model_len)
+    # The names of fields are not in the prompt.
+    if _is_larger(messages, longest + _NAMES_LEN * pieces):
+        raise _too_long(f"more than {longest} characters do", max_model_len)
+
+
+def _is_larger(values: object, limit: int) -> bool:
+    """Whether there are more characters in all texts in it, and other values, than the limit."""
     size = 0
-    rest: list[Any] = [messages]
+    rest = [values]
     while rest:
         value = rest.pop()
         if isinstance(value, dict):
             rest += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple):
             rest += value
-        elif isinstance(value, str):
-            size += len(value)
         else:
-            size += 1
-        # The names of fields are not in the prompt.
-        if size + len(rest) > longest + _NAMES_LEN * pieces:
-            raise _too_long(f"more than {longest} characters do", max_model_len)
+            size += len(value) if isinstance(value, str) else 1
+        if size + len(rest) > limit:
+            return True
+    return False
 
 
 def _too_long(what: str, max_model_len: int) -> ConversationError:
