@@ -25,7 +25,7 @@ from headrace.engine.microbatch_count import MicrobatchTuner, window_of
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.errors import ModelError, UsageError
 from headrace.kernels import has_native_kernels
-from headrace.pipeline.cache_size import choose_num_blocks
+from headrace.pipeline.cache_size import check_max_model_len, choose_num_blocks
 from headrace.pipeline.cpus import StageCpus, computes_bfloat16, stage_cpus
 from headrace.pipeline.launch import StageProcesses, bind_master
 from headrace.pipeline.partition import (
@@ -84,6 +84,12 @@ def launch(
     shares = _shares(config, model_config)
     max_model_len = _max_model_len(config, model_config)
     dtype = _dtype(config, model_config)
+    if files.kind != "synthetic":
+        check_max_model_len(
+            max_model_len,
+            _bytes_per_position(config, model_config, dtype),
+            config.gpu_memory_utilization if config.kv_cache_bytes is None else 1.0,
+        )
     cpus = stage_cpus(config.pipeline_parallel_size, config.cpu_threads, config.cpu_bind)
     # Only stages on several ranks meet, and only they need an address.
     pipelined = config.pipeline_parallel_size > 1
@@ -310,6 +316,17 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             "model was made for"
         )
     return wanted or model.max_positions
+
+
+def _bytes_per_position(config: EngineConfig, model: ModelConfig, dtype: str) -> int:
+    """What all stages together hold for each position of the longest sequence.
+
+    Keys and values, a stage's two rotation tables, and its share of the slots' block tables.
+    """
+    size = 4 if dtype == "float32" else 2
+    cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size
+    tables = 4 * model.head_dim + 8 * config.sequences // config.block_size
+    return cache + config.pipeline_parallel_size * tables
 
 
 def _dtype(config: EngineConfig, model: ModelConfig) -> str:

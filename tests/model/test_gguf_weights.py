@@ -1,5 +1,6 @@
 """GGUF files of a tiny model: the same logits as from the safetensors it came from."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,21 @@ def test_what_is_not_supported_is_named(
     read.metadata.update(metadata)
     with pytest.raises(ModelError, match=reason):
         config_from_gguf(read)
+
+
+@pytest.mark.parametrize("factor", [None, 1.0, 0.5])
+@pytest.mark.parametrize(("kind", "temperature"), [("yarn", 1 + 0.1 * math.log(4)), ("linear", 1)])
+def test_the_attention_factor_multiplies_as_in_llama_cpp(
+    tmp_path: Path, kind: str, temperature: float, factor: float | None
+) -> None:
+    """llama-context.cpp: yarn_attn_factor *= hparams.rope_attn_factor, of any kind of scaling."""
+    model = write_tiny_llama(tmp_path / "model")
+    read = read_gguf(convert(model, tmp_path / "model.gguf", gguf.GGMLQuantizationType.F32))
+    read.metadata.update({"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0})
+    if factor is not None:
+        read.metadata["llama.rope.scaling.attn_factor"] = factor
+    scale = inverse_frequencies(config_from_gguf(read).rope, 8)[1]
+    assert scale == pytest.approx(temperature * (1.0 if factor is None else factor))
 
 
 def test_rope_scaling_in_the_metadata_is_followed(tmp_path: Path) -> None:

@@ -140,15 +140,15 @@ def _family(path: Path, raw: Mapping[str, Any]) -> str:
     names = list(map(str, names)) if isinstance(names, list) else [str(names)]
     of_name = {architecture: family for family, (architecture, _) in _FAMILIES.items()}
     of_name |= _BASE_MODELS
-    model_type = raw.get("model_type")
+    model_type = str(raw.get("model_type") or "")
     known = [of_name[name] for name in names if name in of_name]
     if (not names or known) and model_type in _FAMILIES:
-        return str(model_type)
+        return model_type
     if known and not model_type:
         return known[0]
     called = ", ".join(names)[:200] or "(none named)"
     if known or not names:
-        called += f" with model_type {str(model_type)[:100]!r}"
+        called += f" with model_type {model_type[:100]!r}"
     own = " (and needs code of its own, auto_map, which is never run)" * bool(raw.get("auto_map"))
     raise ModelError(
         f"model {path}: architecture {called}{own} is not supported; supported are "
@@ -309,12 +309,9 @@ def _refuse_other_gguf_files(file: GgufFile) -> None:
     """GGUF files that are no model, or not a whole one."""
     metadata = file.metadata
     if metadata.get("split.count", 1) not in (0, 1):
-        number = metadata.get("split.no")
-        part = (
-            f"part {number + 1} of {metadata['split.count']}" if isinstance(number, int) else "one"
-        )
         raise ModelError(
-            f"model {file.path}: {part} of a split GGUF file: merge the parts "
+            f"model {file.path}: one part of a split GGUF file (split.no "
+            f"{str(metadata.get('split.no'))[:20]}, counted from 0): merge the parts "
             "(llama-gguf-split --merge) and give the whole file"
         )
     kind, architecture = metadata.get("general.type"), metadata.get("general.architecture")

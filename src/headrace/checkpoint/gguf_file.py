@@ -10,6 +10,7 @@ import mmap
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,6 +43,9 @@ _MAX_NESTING = 4
 # array elements. They bound what a damaged length can make the reader copy.
 _MAX_HEADER_BYTES = 1 << 27
 _MAX_ARRAY_ELEMENTS = 1 << 22
+# Likewise: models of a thousand layers have some 10,000 tensors, and files some 100 keys.
+_MAX_TENSORS = 1 << 17
+_MAX_KEYS = 1 << 16
 # The fewest bytes that an entry can take: empty name, then its type and a one-byte value; or
 # its dimension count, kind and offset.
 _MIN_METADATA_BYTES = 8 + 4 + 1
@@ -165,6 +169,11 @@ def _place(
                 f"but {missing} bytes are missing at the end; fetch the file again"
             )
         placed[name] = GgufTensor(name, tensor.shape, tensor.kind, start, tensor.nbytes)
+    # Or a small file could take any amount of memory.
+    in_order = sorted(placed.values(), key=lambda tensor: tensor.offset)
+    for before, after in pairwise(in_order):
+        if before.offset + before.nbytes > after.offset:
+            header.fail(f"tensors {before.name!r} and {after.name!r} overlap; the file is damaged")
     return placed
 
 
@@ -234,6 +243,15 @@ class _Header:
         metadata = self.u64("the metadata count")
         smallest = tensors * _MIN_TENSOR_BYTES + metadata * _MIN_METADATA_BYTES
         self.need(smallest, f"a header of {tensors} tensors and {metadata} metadata entries")
+        for count, most, what in (
+            (tensors, _MAX_TENSORS, "tensors"),
+            (metadata, _MAX_KEYS, "keys"),
+        ):
+            if count > most:
+                self.fail(
+                    f"the header is damaged: it counts {count} {what}, and more than {most} are "
+                    "not plausible; fetch the file again"
+                )
         return tensors, metadata
 
     def value(self, kind: int, key: str, depth: int = 0) -> Any:

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 from typing import Any, NoReturn
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
@@ -119,6 +120,9 @@ _SPECIAL_BY_TEXT = frozenset(_SPECIAL_TEXTS.split())
 _END_BY_TEXT = frozenset(_END_TEXTS.split())
 _SPECIAL_NAMES = ("bos", "eos", "eot", "unknown", "padding")
 _META_SPACE = "▁"
+# SentencePiece's own limit is 16 unless set otherwise, and 32,000 pieces have some 60,000 merges.
+_MAX_PIECE = 512
+_MAX_MERGES_PER_TOKEN = 32
 
 
 @dataclass(frozen=True)
@@ -330,9 +334,26 @@ def _sentencepiece(file: GgufFile, vocabulary: _Vocabulary) -> Tokenizer:
             "convert the model again, from its tokenizer.model",
         )
     unknown = special_ids(file).get("unknown", 0)
+    # Every cut of every token is tried, so the work is in proportion to the file only if tokens are
+    # short; and where most cuts join two tokens, as in no real vocabulary, merges fill the memory.
+    longest = max(vocabulary.tokens, key=len)
+    if len(longest) > _MAX_PIECE:
+        _fail(
+            file,
+            f"tokenizer.ggml.tokens has a piece of {len(longest)} characters, and more than "
+            f"{_MAX_PIECE} are not plausible; convert the model again",
+        )
+    most = _MAX_MERGES_PER_TOKEN * len(vocabulary.tokens)
+    merges = list(islice(_merges_by_score(vocabulary, scores), most + 1))
+    if len(merges) > most:
+        _fail(
+            file,
+            f"tokenizer.ggml.tokens can be joined in more than {most} ways, which is not "
+            "plausible; convert the model again",
+        )
     model = models.BPE(
         vocabulary.ids,
-        list(_merges_by_score(vocabulary, scores)),
+        merges,
         unk_token=vocabulary.tokens[unknown],
         byte_fallback=True,
     )

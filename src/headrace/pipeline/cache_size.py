@@ -16,6 +16,22 @@ def free_memory() -> int:
     return free if allowed is None else min(free, allowed)
 
 
+def check_max_model_len(max_model_len: int, bytes_per_position: int, share_of_free: float) -> None:
+    """Refuse, before anything is loaded, a context that cannot fit even beside no weights at all.
+
+    bytes_per_position: of all stages. The files or the user say how long it is, and much is as
+    long; choose_num_blocks counts exactly. Raises StartError that says how many positions fit.
+    """
+    free = free_memory()
+    fitting = int(free * share_of_free) // bytes_per_position
+    if max_model_len > fitting:
+        raise StartError(
+            f"not enough memory: one sequence of --max-model-len {max_model_len} takes "
+            f"{_gib(max_model_len * bytes_per_position)}, and of the {_gib(free)} that are free "
+            f"there is room for less than {fitting + 1}: set --max-model-len to less than that"
+        )
+
+
 def choose_num_blocks(
     bytes_per_block: list[int],
     block_size: int,
@@ -51,7 +67,8 @@ def choose_num_blocks(
         wanted = sum(bytes_per_block) if per_stage_limit is None else max(bytes_per_block)
         raise StartError(
             f"not enough memory for the cache: one sequence of --max-model-len {max_model_len} "
-            f"takes {_gib(needed * wanted)}, there is {limit}: lower --max-model-len or raise "
+            f"takes {_gib(needed * wanted)}, there is {limit}, enough for {fitting * block_size}: "
+            "lower --max-model-len or raise "
             f"{'--gpu-memory-utilization' if per_stage_limit is None else '--kv-cache-memory'}"
         )
     return min(fitting, needed * max_num_seqs)
