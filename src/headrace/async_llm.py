@@ -68,7 +68,7 @@ class AsyncLLM:
         UsageError for a request that can never run, PipelineError if the pipeline breaks.
         """
         check_type("request_id", request_id, str | None)
-        (params,) = as_params(sampling_params, 1)
+        (params,) = as_params(sampling_params, 1, self.get_default_sampling_params())
         (tokenized,) = as_prompts([prompt], self.running.tokenizer)
         prepared = await self._prepare(params)
         request = Submission(
@@ -91,6 +91,11 @@ class AsyncLLM:
         finally:
             del self._named[name]
             request.abort()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What holds where no SamplingParams are given: the model's own defaults, if it has some
+        and generation_config is auto."""
+        return SamplingParams(**self.running.sampling_defaults)
 
     async def submit(
         self,

@@ -44,6 +44,8 @@ class EngineConfig:
     cpu_threads: OpenMP threads of each stage; None for one on each of its cores. cpu_bind: auto for
         disjoint cores, each thread pinned to one; none to pin nothing; or each stage's cores such
         as "0-3|4-7".
+    generation_config: auto takes what generation_config.json or a GGUF file's general.sampling
+        recommends for what requests leave out; none, or vLLM's word vllm, does not.
     seed: base of the random numbers of requests without a seed.
     master_addr, master_port: where stages meet; port 0 picks a free one.
     stall_timeout: seconds in which nothing comes from the stages, and none computes, that end in an
@@ -70,6 +72,7 @@ class EngineConfig:
     link_bandwidth_mbps: float | None = None
     cpu_threads: int | None = None
     cpu_bind: str = "auto"
+    generation_config: Literal["auto", "none", "vllm"] = "auto"
     seed: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int = 0

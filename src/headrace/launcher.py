@@ -6,7 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from headrace.checkpoint.config import config_from_gguf, config_from_huggingface
+from headrace.checkpoint.generation_config import (
+    SamplingDefaults,
+    in_words,
+    sampling_defaults_of_directory,
+    sampling_defaults_of_gguf,
+)
 from headrace.checkpoint.gguf_file import read_gguf
 from headrace.checkpoint.locate import SYNTHETIC, ModelFiles, locate_model
 from headrace.checkpoint.synthetic import (
@@ -50,7 +58,8 @@ _START_TIMEOUT = 60.0
 
 @dataclass(frozen=True)
 class RunningEngine:
-    """An engine that is ready, with what there is to know about it. load_s: how long that took."""
+    """An engine that is ready, with what there is to know about it. load_s: how long that took.
+    sampling_defaults: what the model's makers recommend, for requests that say nothing."""
 
     engine: Engine
     stages: StageProcesses
@@ -58,6 +67,7 @@ class RunningEngine:
     cpus: list[StageCpus]
     tokenizer: Tokenizer
     model_config: ModelConfig
+    sampling_defaults: SamplingDefaults
     shares: list[StageShare]
     loaded: list[Loaded]
     dtype: str
@@ -80,7 +90,14 @@ def launch(
     """
     started = time.monotonic()
     files = locate_model(config.model)
-    model_config, load_tokenizer = _read_model(files, config.pipeline_parallel_size)
+    model_config, read_defaults, load_tokenizer = _read_model(files, config.pipeline_parallel_size)
+    sampling_defaults = read_defaults() if config.generation_config == "auto" else {}
+    if sampling_defaults:
+        _log.info(
+            "sampling defaults of the model, for what requests leave out: %s (generation_config; "
+            "--generation-config none: without)",
+            in_words(sampling_defaults),
+        )
     shares = _shares(config, model_config)
     max_model_len = _max_model_len(config, model_config)
     dtype = _dtype(config, model_config)
@@ -128,6 +145,7 @@ def launch(
         # Meanwhile the stages load.
         tokenizer = load_tokenizer()
         _check_vocabulary(files, tokenizer, model_config)
+        model_config = _with_end_tokens(model_config, tokenizer)
         on_tokenizer(tokenizer)
         loaded = stages.wait_loaded(on_progress, check)
         for note in sorted({stage.note for stage in loaded if stage.note}):
@@ -157,6 +175,7 @@ def launch(
         cpus=cpus,
         tokenizer=tokenizer,
         model_config=model_config,
+        sampling_defaults=sampling_defaults,
         shares=shares,
         loaded=loaded,
         dtype=dtype,
@@ -263,14 +282,34 @@ def _engine(
     )
 
 
-def _read_model(files: ModelFiles, num_stages: int) -> tuple[ModelConfig, Callable[[], Tokenizer]]:
-    """The model's configuration, and what loads its tokenizer when there is time."""
+def _read_model(
+    files: ModelFiles, num_stages: int
+) -> tuple[ModelConfig, Callable[[], SamplingDefaults], Callable[[], Tokenizer]]:
+    """The model's configuration, and what reads its sampling defaults, and loads its tokenizer when
+    there is time."""
+    path = files.path
     if files.kind == "synthetic":
-        return synthetic_config(num_stages), synthetic_tokenizer
+        return synthetic_config(num_stages), dict, synthetic_tokenizer
     if files.kind == "gguf":
-        file = read_gguf(files.path)
-        return config_from_gguf(file), lambda: tokenizer_of_gguf(file)
-    return config_from_huggingface(files.path), lambda: tokenizer_from_huggingface(files.path)
+        file = read_gguf(path)
+        return (
+            config_from_gguf(file),
+            lambda: sampling_defaults_of_gguf(file),
+            lambda: tokenizer_of_gguf(file),
+        )
+    return (
+        config_from_huggingface(path),
+        lambda: sampling_defaults_of_directory(path),
+        lambda: tokenizer_from_huggingface(path),
+    )
+
+
+def _with_end_tokens(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """The tokenizer's end-of-text token added. Files write -1, or an id beyond the vocabulary, for
+    a token that they do not have: it could never come."""
+    ends = {*model.eos_token_ids, *tokenizer.end_ids}
+    known = tuple(sorted(token for token in ends if 0 <= token < model.vocab_size))
+    return replace(model, eos_token_ids=known)
 
 
 def _synthetic(files: ModelFiles) -> SyntheticTime | None:

@@ -74,11 +74,11 @@ class LLM:
         """Complete every prompt; the answers come in the prompts' order.
 
         A prompt is a text or a list of token ids. One SamplingParams serves all prompts, a list
-        gives each its own. use_tqdm: show a progress bar if standard error is a terminal.
-        priority: one number a prompt, smaller runs first, if scheduling_policy is "priority"; an
-        error under "fcfs", unless all are 0. Raises UsageError for a request that can
-        never run, PipelineError if the pipeline breaks. An error or interrupt inside the engine
-        closes this LLM.
+        gives each its own, None takes get_default_sampling_params(). use_tqdm: show a progress bar
+        if standard error is a terminal. priority: one number a prompt, smaller runs first, if
+        scheduling_policy is "priority"; an error under "fcfs", unless all are 0. Raises UsageError
+        for a request that can never run, PipelineError if the pipeline breaks. An error or
+        interrupt inside the engine closes this LLM.
         """
         batch = as_prompts(prompts, self.running.tokenizer)
         return self._complete(batch, sampling_params, use_tqdm, priority)
@@ -128,7 +128,7 @@ class LLM:
         Several streams may be open at once, and generate() may run meanwhile.
         """
         (tokenized,) = as_prompts([prompt], self.running.tokenizer)
-        (params,) = as_params(sampling_params, 1)
+        (params,) = as_params(sampling_params, 1, self.get_default_sampling_params())
         arrived: deque[OutputDelta] = deque()
         request_id = self._add(tokenized, params, priority, arrived)
         completions = params.n
@@ -140,6 +140,11 @@ class LLM:
                 yield delta
         finally:
             self._drop(request_id)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What holds where no SamplingParams are given: the model's own defaults, if it has some
+        and generation_config is auto."""
+        return SamplingParams(**self.running.sampling_defaults)
 
     def settle(self) -> None:
         """Run until nothing is in flight and every stage's report is in."""
@@ -205,7 +210,7 @@ class LLM:
         use_tqdm: bool,
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
-        params = as_params(sampling_params, len(prompts))
+        params = as_params(sampling_params, len(prompts), self.get_default_sampling_params())
         check_type("priority", priority, Sequence[int] | None)
         priorities = [0] * len(prompts) if priority is None else list(priority)
         if len(priorities) != len(prompts):

@@ -41,11 +41,12 @@ def as_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> list
 
 
 def as_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int, default: SamplingParams
 ) -> list[SamplingParams]:
-    """One SamplingParams for each of `count` prompts; raises UsageError if they do not match."""
+    """One SamplingParams for each of `count` prompts, the default one if none are given; raises
+    UsageError if they do not match."""
     if params is None:
-        return [SamplingParams()] * count
+        return [default] * count
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, list | tuple) or not all(

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from headrace import LLM, SamplingParams
-from serving.running_server import running_server
+from serving.running_server import Server, running_server
 from tiny_checkpoints import CHAT_TEMPLATE, write_tiny_gguf
 
 # Single characters, so that any text of them can be spelled, and words with and without a space.
@@ -22,14 +22,27 @@ GREEDY: dict[str, Any] = {"temperature": 0, "logit_bias": {SPACE_TRUE: 100, TRUE
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    return write_tiny_gguf(folder / "pieces.gguf", 512, chat_template=CHAT_TEMPLATE, pieces=PIECES)
+    """A model that recommends to take the likeliest token."""
+    file = tmp_path_factory.mktemp("model") / "pieces.gguf"
+    return write_tiny_gguf(
+        file,
+        512,
+        chat_template=CHAT_TEMPLATE,
+        pieces=PIECES,
+        add=lambda writer: writer.add_float32("general.sampling.temp", 0.0),
+    )
 
 
 @pytest.fixture(scope="module")
-def pieces(path: Path) -> Iterator[httpx.Client]:
+def server(path: Path) -> Iterator[Server]:
     flags = ("--model", str(path), "--max-logprobs", "-1", "--kv-cache-memory", "16MiB")
-    with running_server(*flags) as server, httpx.Client(base_url=server.url, timeout=60.0) as made:
+    with running_server(*flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def pieces(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60.0) as made:
         yield made
 
 
@@ -101,6 +114,7 @@ def test_the_bytes_of_a_chats_tokens_add_up_to_its_text(pieces: httpx.Client) ->
         "messages": [{"role": "user", "content": "true"}],
         "max_tokens": 20,
         "logprobs": True,
+        "temperature": 1,
         "seed": 3,
         "logit_bias": biased,
     }
@@ -112,7 +126,8 @@ def test_the_bytes_of_a_chats_tokens_add_up_to_its_text(pieces: httpx.Client) ->
         == (choice["message"]["content"])
     )
     assert "".join(token["token"] for token in content) == choice["message"]["content"]
-    assert "true true" in choice["message"]["content"].replace("日", "")
+    assert {" true", "true", " 日", "日"} >= {token["token"] for token in content}
+    assert len({token["token"] for token in content}) > 2
 
 
 @pytest.mark.parametrize(
@@ -141,7 +156,7 @@ def test_offsets_hold_whatever_is_answered(pieces: httpx.Client) -> None:
     no_ascii = {3 + byte: -100 for byte in range(128)}
     for prompt in ("true 日😀", [1, SPACE_TRUE], [1], [TRUE, *EMOJI[:3]]):
         body: dict[str, Any] = {"prompt": prompt, "max_tokens": 60, "logprobs": 0, "seed": 5}
-        body |= {"ignore_eos": True, "logit_bias": no_ascii}
+        body |= {"ignore_eos": True, "logit_bias": no_ascii, "temperature": 1}
         for echo in (False, True):
             (choice,) = complete(pieces, echo=echo, **body)
             check_offsets(choice)
@@ -162,6 +177,24 @@ def test_a_character_that_the_prompt_began_is_the_answers(pieces: httpx.Client) 
             logit_bias={last: 100},
         )
         assert choice["text"] == wanted
+
+
+def test_requests_that_give_no_temperature_take_the_models(
+    server: Server, pieces: httpx.Client
+) -> None:
+    def texts(**params: Any) -> tuple[set[str], set[str]]:
+        completed, chatted = set(), set()
+        for seed in range(4):
+            body = {"max_tokens": 8, "seed": seed, **params}
+            completed.add(complete(pieces, prompt="true", **body)[0]["text"])
+            body["messages"] = [{"role": "user", "content": "true"}]
+            answer = pieces.post("/v1/chat/completions", json=body).raise_for_status().json()
+            chatted.add(answer["choices"][0]["message"]["content"])
+        return completed, chatted
+
+    assert [len(found) for found in texts()] == [1, 1]
+    assert all(len(found) > 1 for found in texts(temperature=1))
+    assert any("temperature 0 (generation_config" in line for line in server.log)
 
 
 def test_offline_answers_continue_their_prompts_too(path: Path) -> None:

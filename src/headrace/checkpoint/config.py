@@ -9,6 +9,7 @@ import msgspec
 from gguf import GGMLQuantizationType
 
 from headrace.checkpoint.config_fields import LLAMA_FIELDS, MISTRAL_FIELDS, check_fields
+from headrace.checkpoint.generation_config import generation_config, token_ids
 from headrace.checkpoint.gguf_file import GgufFile
 from headrace.checkpoint.gguf_tokenizer import end_ids
 from headrace.checkpoint.json_file import one_line, read_json_object
@@ -435,10 +436,10 @@ def _rope_from_huggingface(path: Path, config: Any) -> RopeConfig:
 
 
 def _eos_ids(path: Path, from_config: int | list[int] | None) -> tuple[int, ...]:
-    """All end-of-text tokens; generation_config.json wins, as it does in transformers."""
-    found = from_config
-    if (path / "generation_config.json").is_file():
-        found = read_json_object(path / "generation_config.json").get("eos_token_id", from_config)
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (found,)
+    """All end-of-text tokens, those of config.json and those of generation_config.json; the
+    tokenizer may have more."""
+    generation = generation_config(path).get("eos_token_id")
+    found = token_ids(path / "config.json", "eos_token_id", from_config) | token_ids(
+        path / "generation_config.json", "eos_token_id", generation
+    )
+    return tuple(sorted(found))

@@ -118,7 +118,7 @@ _SPECIAL_TEXTS = (
 )
 _SPECIAL_BY_TEXT = frozenset(_SPECIAL_TEXTS.split())
 _END_BY_TEXT = frozenset(_END_TEXTS.split())
-_SPECIAL_NAMES = ("bos", "eos", "eot", "unknown", "padding")
+_SPECIAL_NAMES = ("bos", "eos", "eot", "eom", "unknown", "padding")
 _META_SPACE = "▁"
 # SentencePiece's own limit is 16 unless set otherwise, and 32,000 pieces have some 60,000 merges.
 _MAX_PIECE = 512
@@ -166,7 +166,8 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
 
 
 def special_ids(file: GgufFile) -> dict[str, int]:
-    """The ids that the file gives for "bos", "eos", "eot", "unknown" and "padding".
+    """The ids that the file gives for "bos", "eos", "eot", "eom", "unknown" and
+    "padding".
 
     Absent is what the file doesn't name, or names by an id beyond its vocabulary: llama.cpp
     ignores such ids, and converters write them for models that have no such token. Raises
@@ -212,7 +213,7 @@ def end_ids(file: GgufFile) -> tuple[int, ...]:
     Files often name one although the model has several; llama.cpp finds the others as this does.
     """
     specials = special_ids(file)
-    named = {specials[key] for key in ("eos", "eot") if key in specials}
+    named = {specials[key] for key in ("eos", "eot", "eom") if key in specials}
     by_text = {i for i, text in enumerate(_strings(file, "tokens")) if text in _END_BY_TEXT}
     return tuple(sorted(named | by_text))
 

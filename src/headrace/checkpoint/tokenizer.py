@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -19,11 +19,13 @@ _LONG_TEXT = 2000
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A model's tokenizer. chat_template: None if it has none, no_template then says why."""
+    """A model's tokenizer. chat_template: None if it has none, no_template then says why. end_ids:
+    end-of-text tokens that the tokenizer's own files name."""
 
     core: tokenizers.Tokenizer
     chat_template: ChatTemplate | None = None
     no_template: str = "the model has no chat template: give it a plain prompt"
+    end_ids: tuple[int, ...] = ()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a plain prompt, with the model's own start token if it has one.
@@ -104,7 +106,9 @@ def tokenizer_from_huggingface(path: Path) -> Tokenizer:
         ) from error
     named = loaded.chat_template or {}
     templates = {"default": named} if isinstance(named, str) else dict(named)
-    return _with_template(core, templates, loaded.special_tokens_map)
+    tokenizer = _with_template(core, templates, loaded.special_tokens_map)
+    end = loaded.eos_token_id
+    return tokenizer if end is None else replace(tokenizer, end_ids=(int(end),))
 
 
 def tokenizer_of_gguf(file: GgufFile) -> Tokenizer:

@@ -40,11 +40,11 @@ def chat(
         int | None, typer.Option(help="Tokens of an answer; default: what the context has left.")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 takes the likeliest token; default: the server's, or 1.")
+        float | None, typer.Option(help="0 takes the likeliest token; default: the model's, or 1.")
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Likeliest tokens up to this probability; default: the server's, or 1."),
+        typer.Option(help="Likeliest tokens up to this probability; default: the model's, or 1."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes each answer's random numbers.")] = None,
     pipeline_parallel_size: options.PipelineParallelSize = 1,
@@ -67,7 +67,7 @@ def chat(
     given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     # Also for a server: a wrong value is found before anything is said.
-    params = SamplingParams(**{"max_tokens": None, **sampling})
+    SamplingParams(**{"max_tokens": None, **sampling})
     if url is not None and model is None:
         _refuse(context, _ENGINE_FLAGS, "--url: the server has its own")
         key = api_key or environment_api_key()
@@ -91,6 +91,8 @@ def chat(
             cpu_bind=cpu_bind,
             on_tokenizer=check_chats,
         )
+    defaults: dict[str, Any] = {"max_tokens": None, **engine.running.sampling_defaults}
+    params = SamplingParams(**defaults | sampling)
     with engine:
         return Session(engine_answers(engine, params), system_prompt).run()
 

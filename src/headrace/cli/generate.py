@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.bench.trace import write_trace
+from headrace.checkpoint.generation_config import in_words
 from headrace.checkpoint.locate import SYNTHETIC
 from headrace.cli import options
 from headrace.engine.request import FinishReason
@@ -33,18 +34,29 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a user's message to a chat model.")
     ] = False,
-    max_tokens: Annotated[int, typer.Option(help="At most so many output tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 1.0,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Output tokens at most; default: the model's, or 128."),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the likeliest token; default: the model's, or 1.")
+    ] = None,
     top_p: Annotated[
-        float, typer.Option(help="Likeliest tokens up to this probability in all.")
-    ] = 1.0,
-    top_k: Annotated[int, typer.Option(help="So many likeliest tokens; 0: all.")] = 0,
+        float | None,
+        typer.Option(help="Likeliest tokens up to this probability; default: the model's, or 1."),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(help="So many likeliest tokens, 0: all; default: the model's."),
+    ] = None,
     min_p: Annotated[
-        float, typer.Option(help="Tokens at least so likely, relative to the likeliest.")
-    ] = 0.0,
+        float | None,
+        typer.Option(help="Tokens so likely, relative to the likeliest; default: the model's."),
+    ] = None,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1: less of what is in prompt and output.")
-    ] = 1.0,
+        float | None,
+        typer.Option(help="Above 1: less of what is in prompt and output; default: the model's."),
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")
     ] = None,
@@ -69,6 +81,7 @@ def generate(
     link_bandwidth_mbps: options.LinkBandwidthMbps = None,
     cpu_threads: options.CpuThreads = None,
     cpu_bind: options.CpuBind = "auto",
+    generation_config: options.GenerationConfig = "auto",
     seed: options.Seed = 0,
     master_addr: options.MasterAddr = "127.0.0.1",
     master_port: options.MasterPort = 0,
@@ -80,16 +93,18 @@ def generate(
     debug: options.Debug = False,
 ) -> int:
     """Complete a prompt and print the answer as it comes."""
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop=stop or [],
-        max_tokens=max_tokens,
-        ignore_eos=ignore_eos,
-    )
+    choice = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "max_tokens": max_tokens,
+    }
+    given: dict[str, Any] = {name: value for name, value in choice.items() if value is not None}
+    given |= {"stop": stop or [], "ignore_eos": ignore_eos}
+    # A wrong value is told before anything is loaded.
+    SamplingParams(**given)
     settings = options.engine_settings(context)
     text = _read_prompt(prompt, prompt_file)
     if not text:
@@ -108,7 +123,8 @@ def generate(
             if chat
             else tokenizer.encode(text)
         )
-        answer = _answer(llm, ids, params, echo=not as_json)
+        defaults: dict[str, Any] = {"max_tokens": 128, **llm.running.sampling_defaults}
+        answer = _answer(llm, ids, SamplingParams(**defaults | given), echo=not as_json)
         llm.settle()
         if trace is not None:
             write_trace(trace, llm.timelines(), "; ".join([model, *_labels(llm)]))
@@ -237,6 +253,12 @@ def _print_summary(llm: LLM, prompt: list[int], answer: _Answer) -> None:
         f"loaded in {running.load_s:.1f} s, {running.dtype}",
         highlight=False,
     )
+    if running.sampling_defaults:
+        console.print(
+            f"sampling defaults of the model: {in_words(running.sampling_defaults)} "
+            "(--generation-config none: without)",
+            highlight=False,
+        )
     table = Table()
     for heading in ("stage", "layers", "busy", "feedback wait", "activation wait", "peak memory"):
         table.add_column(heading, justify="right")

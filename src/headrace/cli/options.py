@@ -62,6 +62,10 @@ CpuBind = Annotated[
     str,
     typer.Option(help="auto: disjoint cores, a thread each; none; or each stage's, as 0-3|4-7."),
 ]
+GenerationConfig = Annotated[
+    str,
+    typer.Option(help="auto: the model's sampling defaults for what is left out; none: not."),
+]
 Seed = Annotated[int, typer.Option(help="Base of the random numbers.")]
 MasterAddr = Annotated[str, typer.Option(help="Address where stages meet.")]
 MasterPort = Annotated[int, typer.Option(help="Its port; 0 picks a free one.")]

@@ -90,6 +90,7 @@ def serve(
     link_bandwidth_mbps: options.LinkBandwidthMbps = None,
     cpu_threads: options.CpuThreads = None,
     cpu_bind: options.CpuBind = "auto",
+    generation_config: options.GenerationConfig = "auto",
     seed: options.Seed = 0,
     master_addr: options.MasterAddr = "127.0.0.1",
     master_port: options.MasterPort = 0,

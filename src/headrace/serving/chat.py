@@ -61,6 +61,7 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
         n=body.n or 1,
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        defaults=engine.running.sampling_defaults,
     )
     prompt = await encode_messages(
         service,

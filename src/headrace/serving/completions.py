@@ -68,6 +68,7 @@ async def complete(service: Service, body: CompletionBody) -> Response:
         max_tokens=1 if max_tokens == 0 else max_tokens,
         # What best_of ranks by.
         logprobs=0 if body.logprobs is None and best_of > n else body.logprobs,
+        defaults=engine.running.sampling_defaults,
     )
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params = msgspec.structs.replace(params, prompt_logprobs=body.logprobs)

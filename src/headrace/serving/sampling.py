@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.checkpoint.generation_config import SamplingDefaults
 from headrace.errors import UsageError
 from headrace.protocol.sampling_params import SamplingParams
 from headrace.serving.access import caller_salt
@@ -24,17 +25,21 @@ def sampling_params(
     n: int,
     max_tokens: int | None,
     logprobs: int | None,
+    defaults: SamplingDefaults,
 ) -> SamplingParams:
-    """What the request asks for; fields that are null take SamplingParams' defaults.
+    """What the request asks for; fields that are null take the model's defaults, or
+    SamplingParams' where it has none.
 
     fields_of: SamplingParams' names, with what the request calls them. Raises ApiError naming the
     field for a value out of range.
     """
-    fields: dict[str, Any] = {
+    given: dict[str, Any] = {
         name: value for name in _SHARED if (value := getattr(body, name)) is not None
     }
+    if max_tokens is not None:
+        given["max_tokens"] = max_tokens
     try:
-        return SamplingParams(n=n, max_tokens=max_tokens, logprobs=logprobs, **fields)
+        return SamplingParams(n=n, logprobs=logprobs, **{"max_tokens": None, **defaults, **given})
     except UsageError as error:
         raise as_api_error(error, fields_of) from error
 
