@@ -60,7 +60,7 @@ class Request:
         output.text += delta.text
         output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
         for entry in delta.prompt_logprobs or ():
-            self.prompt_logprobs.append(next(iter(entry)))
+            self.prompt_logprobs.append(entry.ids[0])
 
 
 class _Executor(ModelExecutor):

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig
-from headrace.engine.outputs import OutputGatherer, RequestOutput
+from headrace.engine.outputs import OutputDelta, OutputGatherer, RequestOutput
 from headrace.engine.prepared import Prepared
 from headrace.engine_thread import EngineThread, Submission
 from headrace.errors import HeadraceError, UsageError
@@ -81,7 +81,9 @@ class AsyncLLM:
                 break
         else:
             raise UsageError(f"request_id {request_id!r} is running already: choose another")
-        gatherer = OutputGatherer(name, tokenized.text, tokenized.token_ids, params)
+        gatherer = OutputGatherer(
+            name, tokenized.text, tokenized.token_ids, params, self.running.engine.reader.text_of
+        )
         try:
             self._thread.add(request)
             async for _, deltas in request:
@@ -104,16 +106,18 @@ class AsyncLLM:
         *,
         priority: int = 0,
         salt: bytes = b"",
+        on_arrival: Callable[[int, list[OutputDelta]], None] = lambda _, __: None,
     ) -> Submission:
         """Prompts once the engine has taken them on, to be read delta by delta; abort() them when
         they are no longer wanted.
 
         prompts: token ids. salt: only requests with the same find each other's tokens in the prefix
-        cache. Raises UsageError if one of them can never run, PipelineError if the
-        pipeline broke; nothing of them runs then.
+        cache. on_arrival: called with a prompt's number and its deltas as they come, before they
+        are read. Raises UsageError if one of them can never run, PipelineError if the pipeline
+        broke; nothing of them runs then.
         """
         prepared = await self._prepare(sampling_params)
-        submission = Submission(self._thread, prompts, prepared, priority, salt)
+        submission = Submission(self._thread, prompts, prepared, priority, salt, on_arrival)
         self._thread.add(submission)
         try:
             await submission.accepted()

@@ -16,6 +16,8 @@ from headrace.launcher import RunningEngine
 
 _log = logging.getLogger(__name__)
 
+# Deltas that a reader is given at once, but for those of one step.
+_MOST_AT_ONCE = 256
 # How often an idle engine sees whether its stages are alive.
 _IDLE_LOOK_S = 0.5
 
@@ -23,8 +25,11 @@ _IDLE_LOOK_S = 0.5
 class Submission:
     """Prompts handed in together, between their reader, in an event loop, and the engine's thread.
 
-    Iterating gives (prompt's number, its deltas), all that came since the last look; so what waits
-    for a slow reader is bounded by the prompts' own tokens. Raises the error that ends them.
+    Iterating gives (prompt's number, its deltas), what came since the last look; so what waits
+    for a slow reader is bounded by the prompts' own tokens. However much waits, others in the event
+    loop have their turn between one look and the next. Raises the error that ends them.
+    on_arrival: called with the same in the reader's loop as soon as it comes, whether or not
+    anybody reads.
     """
 
     def __init__(
@@ -34,6 +39,7 @@ class Submission:
         prepared: Prepared,
         priority: int,
         salt: bytes = b"",
+        on_arrival: Callable[[int, list[OutputDelta]], None] = lambda _, __: None,
     ) -> None:
         self.requests = [Request(self, number, prompt) for number, prompt in enumerate(prompts)]
         self.prepared = prepared
@@ -42,9 +48,11 @@ class Submission:
         self.salt = salt
         self.loop = asyncio.get_running_loop()
         self._thread = thread
+        self._on_arrival = on_arrival
         self._accepted = False
         self._news = asyncio.Event()
         self._deltas: deque[tuple[int, list[OutputDelta]]] = deque()
+        # Completions whose end has not arrived yet.
         self._unfinished = self.params.n * len(prompts)
         self._error: HeadraceError | None = None
 
@@ -59,17 +67,23 @@ class Submission:
         return self
 
     async def __anext__(self) -> tuple[int, list[OutputDelta]]:
+        if self._deltas:
+            await asyncio.sleep(0)
         while not self._deltas:
-            self._raise()
-            if not self._unfinished:
+            if self.finished:
                 raise StopAsyncIteration
+            self._raise()
             await self._news.wait()
             self._news.clear()
         number, deltas = self._deltas.popleft()
-        while self._deltas and self._deltas[0][0] == number:
+        while self._deltas and self._deltas[0][0] == number and len(deltas) < _MOST_AT_ONCE:
             deltas += self._deltas.popleft()[1]
-        self._unfinished -= sum(delta.finish_reason is not None for delta in deltas)
         return number, deltas
+
+    @property
+    def finished(self) -> bool:
+        """Whether the engine is done with all of it, read or not."""
+        return self._unfinished == 0
 
     def abort(self) -> None:
         """End what runs; its completions then end with finish_reason "abort"."""
@@ -83,6 +97,8 @@ class Submission:
         self._news.set()
 
     def take(self, number: int, deltas: list[OutputDelta]) -> None:
+        self._unfinished -= sum(delta.finish_reason is not None for delta in deltas)
+        self._on_arrival(number, deltas)
         self._deltas.append((number, deltas))
         self._news.set()
 

@@ -125,6 +125,8 @@ class LLM:
     ) -> Iterator[OutputDelta]:
         """Complete one prompt, handing out each token as it comes.
 
+        Log-probabilities are as the last stage tells them.
+
         Several streams may be open at once, and generate() may run meanwhile.
         """
         (tokenized,) = as_prompts([prompt], self.running.tokenizer)
@@ -233,7 +235,11 @@ class LLM:
                         raise
                     raise UsageError(f"prompt {number}: {error}") from None
                 requests[request_id] = OutputGatherer(
-                    str(request_id), prompt.text, prompt.token_ids, choice
+                    str(request_id),
+                    prompt.text,
+                    prompt.token_ids,
+                    choice,
+                    self.running.engine.reader.text_of,
                 )
             unfinished = sum(choice.n for choice in params)
             with batch_progress(unfinished, shown=use_tqdm) as progress:

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from headrace.engine.engine import Engine
-from headrace.engine.outputs import OutputDelta
+from headrace.engine.outputs import OutputDelta, readable
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.engine.step_cost import StepWork
 from headrace.errors import StallError, UsageError
@@ -261,7 +261,7 @@ def test_nothing_is_queued_for_a_request_that_is_refused() -> None:
 
 def test_a_token_among_equals_keeps_its_own_rank() -> None:
     # By id 3 comes before 5, but nothing is likelier than either.
-    report = engine(Pipeline())._readable(TokenLogprobs([5, 3, 5], [-1.0, -1.0, -1.0], 1))
+    report = readable(TokenLogprobs([5, 3, 5], [-1.0, -1.0, -1.0], 1), str)
     assert {token: entry.rank for token, entry in report.items()} == {5: 1, 3: 1}
 
 

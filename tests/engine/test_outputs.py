@@ -2,8 +2,9 @@
 
 import pytest
 
-from headrace.engine.outputs import Logprob, OutputDelta, OutputGatherer
+from headrace.engine.outputs import OutputDelta, OutputGatherer
 from headrace.engine.request import FinishReason
+from headrace.protocol.messages import TokenLogprobs
 from headrace.protocol.sampling_params import SamplingParams
 
 
@@ -15,12 +16,12 @@ def delta(
     reason: FinishReason | None = None,
     logprob: float | None = None,
 ) -> OutputDelta:
-    found = None if token is None or logprob is None else {token: Logprob(logprob, 1, "x")}
+    found = None if token is None or logprob is None else TokenLogprobs([token], [logprob], 1)
     return OutputDelta(0, index, token, text, reason, None, found, None, 32, at, 10.0, 10.5)
 
 
 def test_tokens_text_and_times_add_up() -> None:
-    gatherer = OutputGatherer("7", "p", [1, 2], SamplingParams(logprobs=0))
+    gatherer = OutputGatherer("7", "p", [1, 2], SamplingParams(logprobs=0), str)
     gatherer.take(delta(5, "a", 11.0, logprob=-0.5))
     first = gatherer.output()
     gatherer.take(delta(6, "", 11.5, logprob=-0.25))
@@ -48,7 +49,7 @@ def test_tokens_text_and_times_add_up() -> None:
 
 
 def test_completions_of_one_request_are_kept_apart() -> None:
-    gatherer = OutputGatherer("7", None, [1], SamplingParams(n=2))
+    gatherer = OutputGatherer("7", None, [1], SamplingParams(n=2), str)
     gatherer.take(delta(5, "a", 11.0, index=1))
     gatherer.take(delta(6, "b", 11.0, index=0, reason="stop"))
     assert not gatherer.finished
@@ -61,10 +62,10 @@ def test_completions_of_one_request_are_kept_apart() -> None:
 
 
 def test_prompt_logprobs_begin_with_none_and_come_in_pieces() -> None:
-    gatherer = OutputGatherer("7", None, [1, 2, 3], SamplingParams(prompt_logprobs=0))
+    gatherer = OutputGatherer("7", None, [1, 2, 3], SamplingParams(prompt_logprobs=0), str)
     for token in (2, 3):
         piece = delta(None, "", 11.0)
-        piece.prompt_logprobs = [{token: Logprob(-1.0, 4, "x")}]
+        piece.prompt_logprobs = [TokenLogprobs([token], [-1.0], 4)]
         gatherer.take(piece)
     found = gatherer.output().prompt_logprobs
     assert found is not None
@@ -72,7 +73,7 @@ def test_prompt_logprobs_begin_with_none_and_come_in_pieces() -> None:
 
 
 def test_a_request_without_tokens_has_no_times() -> None:
-    gatherer = OutputGatherer("7", None, [1], SamplingParams())
+    gatherer = OutputGatherer("7", None, [1], SamplingParams(), str)
     gatherer.take(delta(None, "", 11.0, reason="abort"))
     metrics = gatherer.output().metrics
     assert (metrics.first_token_s, metrics.per_token_s) == (None, None)

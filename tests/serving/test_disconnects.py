@@ -15,6 +15,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from command import wait_until
 from headrace import LLM, SamplingParams
+from headrace.client import EventReader
 from serving.running_server import Server
 from serving.scrape import scrape, wait_for, wait_until_idle
 from serving.tiny_model import MAX_QUEUED, MAX_SEQUENCES, MODEL, completion_arguments
@@ -52,6 +53,17 @@ def sent(
             % (b"keep-alive" if keep else b"close", len(data), data)
         )
         yield connection
+
+
+def unchunked(answer: bytes) -> bytes:
+    """The body of an answer that came in chunks."""
+    chunks = answer.partition(b"\r\n\r\n")[2]
+    body = bytearray()
+    while chunks:
+        size, _, chunks = chunks.partition(b"\r\n")
+        body += chunks[: int(size, 16)]
+        chunks = chunks[int(size, 16) + 2 :]
+    return bytes(body)
 
 
 @contextmanager
@@ -153,15 +165,11 @@ def test_a_client_that_does_not_read_holds_up_nobody_and_gets_everything(
     # More than the system's buffer and the server's can have held.
     most = int(Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split()[2])
     assert len(received) > most + 2 * 2**20
-    events = [
-        json.loads(line.removeprefix(b"data: "))
-        for line in received.split(b"\n")
-        if line.startswith(b"data: {")
-    ]
-    assert b"data: [DONE]\n\n" in received
+    *events, done = EventReader().feed(unchunked(bytes(received)))
+    assert done == b"[DONE]"
     texts = [""] * 8
     for event in events:
-        for choice in event["choices"]:
+        for choice in json.loads(event)["choices"]:
             texts[choice["index"]] += choice["text"]
     whole = client.completions.create(
         model=MODEL, prompt=prompt, n=8, max_tokens=2, seed=5, echo=True

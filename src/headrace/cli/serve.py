@@ -61,6 +61,10 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests have after SIGTERM.")
     ] = 30.0,
+    sse_keep_alive_interval: Annotated[
+        float,
+        typer.Option(help="Seconds of silence in a stream before a comment line; 0: none."),
+    ] = 15.0,
     allowed_origins: Annotated[str, typer.Option(help="CORS, a JSON list.")] = '["*"]',
     allowed_methods: Annotated[str, typer.Option(help="CORS, a JSON list.")] = '["*"]',
     allowed_headers: Annotated[str, typer.Option(help="CORS, a JSON list.")] = '["*"]',
@@ -116,6 +120,7 @@ def serve(
         read_timeout=read_timeout,
         request_timeout=request_timeout,
         drain_timeout=drain_timeout,
+        sse_keep_alive_interval=sse_keep_alive_interval,
         allowed_origins=parse_list("--allowed-origins", allowed_origins),
         allowed_methods=parse_list("--allowed-methods", allowed_methods),
         allowed_headers=parse_list("--allowed-headers", allowed_headers),

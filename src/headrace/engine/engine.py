@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from headrace.engine.detokenizer import Detokenizer, TextStream
 from headrace.engine.link_time import LinkTime
 from headrace.engine.microbatch_count import MicrobatchTuner, window_of
-from headrace.engine.outputs import Logprob, Logprobs, OutputDelta
+from headrace.engine.outputs import OutputDelta
 from headrace.engine.prepared import Preparation, Prepared
 from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Accepted, Scheduler
@@ -22,7 +22,7 @@ from headrace.engine.step_cost import CostFit, StepCost, StepWork, dearest
 from headrace.engine.stop_strings import StopStrings
 from headrace.errors import UsageError
 from headrace.protocol.checks import check_type
-from headrace.protocol.messages import Report, Result, Timeline, TokenLogprobs
+from headrace.protocol.messages import Report, Result, Timeline
 from headrace.protocol.plan import Plan
 from headrace.protocol.sampling_params import MAX_SEED, SamplingParams, resolve
 
@@ -217,10 +217,8 @@ class Engine:
         sequence, token = accepted.sequence, accepted.token
         text = "" if token is None else self._new_text(sequence, token)
         delta = self._delta(sequence, token, text, now)
-        if accepted.logprobs is not None:
-            delta.logprobs = self._readable(accepted.logprobs)
-        if accepted.prompt_logprobs:
-            delta.prompt_logprobs = [self._readable(e) for e in accepted.prompt_logprobs]
+        delta.logprobs = accepted.logprobs
+        delta.prompt_logprobs = accepted.prompt_logprobs
         if sequence.finish_reason is not None:
             self._forget(sequence)
         return delta
@@ -274,19 +272,6 @@ class Engine:
         siblings.remove(sequence)
         if not siblings:
             del self._requests[sequence.request_id]
-
-    def _readable(self, entry: TokenLogprobs) -> Logprobs:
-        """By token id, the likeliest in order; ids[0] is the token itself, wherever it ranks."""
-        text_of = self.reader.text_of
-        found: Logprobs = {
-            entry.ids[0]: Logprob(entry.logprobs[0], entry.rank, text_of(entry.ids[0]))
-        }
-        for place, (token, logprob) in enumerate(
-            zip(entry.ids[1:], entry.logprobs[1:], strict=True), start=1
-        ):
-            if token not in found:
-                found[token] = Logprob(logprob, place, text_of(token))
-        return found
 
     def _take(self, messages: Iterable[Result | Report]) -> list[OutputDelta]:
         deltas: list[OutputDelta] = []

@@ -1,11 +1,13 @@
 """What requests give back: a delta for each token, and the output that deltas add up to."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import msgspec
 
 from headrace.engine.request import FinishReason
+from headrace.protocol.messages import TokenLogprobs
 from headrace.protocol.sampling_params import SamplingParams
 
 
@@ -20,13 +22,30 @@ class Logprob(NamedTuple):
 Logprobs = dict[int, Logprob]
 
 
+def readable(entry: TokenLogprobs, text_of: Callable[[int], str]) -> Logprobs:
+    """By token id, the likeliest in order; ids[0] is the token itself, wherever it ranks.
+
+    text_of: how a token reads.
+    """
+    own = entry.ids[0]
+    found: Logprobs = {own: Logprob(entry.logprobs[0], entry.rank, text_of(own))}
+    for place, (token, logprob) in enumerate(
+        zip(entry.ids[1:], entry.logprobs[1:], strict=True), start=1
+    ):
+        if token not in found:
+            found[token] = Logprob(logprob, place, text_of(token))
+    return found
+
+
 # Without gc: hundreds are made a step, none is part of a cycle.
 class OutputDelta(msgspec.Struct, gc=False):
     """What one step brought for one completion of a request.
 
     token is None when there is none: the request was aborted, or only prompt logprobs came. text
     is what may be shown now, possibly nothing yet. prompt_logprobs are those of the next prompt
-    tokens. at, queued_at, admitted_at: seconds of time.monotonic.
+    tokens. Log-probabilities are as the last stage told them, for the reader to make readable():
+    that takes longer than a step where there are many. at, queued_at, admitted_at: seconds of
+    time.monotonic.
     """
 
     request_id: int
@@ -35,8 +54,8 @@ class OutputDelta(msgspec.Struct, gc=False):
     text: str
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-    logprobs: Logprobs | None
-    prompt_logprobs: list[Logprobs] | None
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: list[TokenLogprobs] | None
     cached_tokens: int
     at: float
     queued_at: float
@@ -97,7 +116,7 @@ class RequestOutput:
 
 
 class OutputGatherer:
-    """Adds up one request's deltas."""
+    """Adds up one request's deltas. text_of: how a token reads by itself."""
 
     def __init__(
         self,
@@ -105,7 +124,9 @@ class OutputGatherer:
         prompt: str | None,
         prompt_token_ids: list[int],
         params: SamplingParams,
+        text_of: Callable[[int], str],
     ) -> None:
+        self._text_of = text_of
         self._request_id = request_id
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
@@ -129,7 +150,7 @@ class OutputGatherer:
         """Take in the request's next delta."""
         completion = self._completions[delta.index]
         if delta.prompt_logprobs and self._prompt_logprobs is not None and delta.index == 0:
-            self._prompt_logprobs += delta.prompt_logprobs
+            self._prompt_logprobs += [readable(e, self._text_of) for e in delta.prompt_logprobs]
         self._total_s = delta.at - delta.queued_at
         if delta.index == 0:
             admitted = delta.at if delta.admitted_at is None else delta.admitted_at
@@ -141,9 +162,9 @@ class OutputGatherer:
             if delta.logprobs is not None:
                 if completion.logprobs is None:
                     completion.logprobs, completion.cumulative_logprob = [], 0.0
-                completion.logprobs.append(delta.logprobs)
+                completion.logprobs.append(readable(delta.logprobs, self._text_of))
                 assert completion.cumulative_logprob is not None
-                completion.cumulative_logprob += delta.logprobs[delta.token].logprob
+                completion.cumulative_logprob += delta.logprobs.logprobs[0]
         if delta.text:
             self._text[delta.index].append(delta.text)
         if delta.finish_reason is not None:

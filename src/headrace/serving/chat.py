@@ -11,12 +11,15 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from headrace.conversation import ConversationError, render_conversation
-from headrace.engine.outputs import Logprobs, OutputDelta, OutputGatherer
 from headrace.errors import UsageError
+from headrace.protocol.messages import TokenLogprobs
 from headrace.protocol.sampling_params import SamplingParams
+from headrace.serving.answer_size import check_answer_size
 from headrace.serving.answers import EventStream, WholeAnswer
+from headrace.serving.choices import Choices
 from headrace.serving.errors import ApiError
 from headrace.serving.logprobs import chat_logprobs, prompt_logprobs
+from headrace.serving.pieces import LATER, Pieces, fill, in_turns
 from headrace.serving.requests import ChatBody, Messages
 from headrace.serving.responses import (
     AnswerMessage,
@@ -25,7 +28,6 @@ from headrace.serving.responses import (
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
-    ChatLogprobs,
     PromptLogprobs,
     Usage,
 )
@@ -35,12 +37,12 @@ from headrace.serving.sampling import (
     salt_of,
     sampling_params,
 )
-from headrace.serving.service import Generation, Service, finish_reason
-from headrace.serving.usage import TokenCount
+from headrace.serving.service import Generation, Service
 
 _FIELDS = {name: name for name in ChatBody.__struct_fields__} | {"logprobs": "top_logprobs"}
 # Threads of their own: templates that take long hold up chats alone.
 _RENDERING = ThreadPoolExecutor(2, "headrace-chats")
+_encode = msgspec.json.Encoder().encode
 
 
 async def answer_chat(service: Service, body: ChatBody) -> Response:
@@ -77,12 +79,24 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
         prompt_field="messages",
         field=field,
     )
+    check_answer_size(
+        [prompt],
+        params,
+        report_shown=1,
+        echoed=False,
+        max_model_len=engine.running.max_model_len,
+        vocab_size=engine.running.engine.vocab_size,
+        fields=fields,
+    )
     answer = _Answer(service, body, params, prompt)
     # From here on something runs, which only the answer ends.
-    generation = await service.begin([prompt], params, body.priority or 0, fields, salt_of(body))
+    generation = await service.begin(
+        [prompt], params, body.priority or 0, fields, salt_of(body), keeps=not body.stream
+    )
     if body.stream:
-        return EventStream(_events(answer, generation, include_usage), generation.close)
-    return WholeAnswer(_whole(answer, generation), generation.close)
+        interval = service.settings.sse_keep_alive_interval
+        return EventStream(_events(answer, generation, include_usage), generation, interval)
+    return WholeAnswer(_whole(answer, generation), generation)
 
 
 async def encode_messages(
@@ -115,115 +129,108 @@ async def encode_messages(
 
 
 class _Answer:
-    """What is the same in all parts of an answer."""
+    """What is the same in all parts of an answer, and how its parts are made."""
 
     def __init__(
         self, service: Service, body: ChatBody, params: SamplingParams, prompt: list[int]
     ) -> None:
-        self._bytes_of = service.ready().running.engine.reader.bytes_of
-        self.body = body
         self.params = params
         self.prompt = prompt
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = body.model or service.model_name
+        self._body = body
+        self._reader = service.ready().running.engine.reader
+        self._writing = service.writing
 
     def chunk(
         self,
         choices: list[ChatChunkChoice],
         usage: Usage | UnsetType | None,
         of_prompt: PromptLogprobs | UnsetType = UNSET,
-    ) -> ChatChunk:
-        return ChatChunk(
-            self.id, "chat.completion.chunk", self.created, self.model, choices, usage, of_prompt
-        )
-
-    def logprobs_of(self, tokens: list[tuple[int, Logprobs]]) -> ChatLogprobs | None:
-        """None unless they are asked for."""
-        if not self.body.logprobs:
-            return None
-        as_ids = bool(self.body.return_tokens_as_token_ids)
-        return chat_logprobs(tokens, self.body.top_logprobs or 0, as_ids, self._bytes_of)
-
-
-async def _whole(answer: _Answer, generation: Generation) -> Chat:
-    gatherer = OutputGatherer("", None, answer.prompt, answer.params)
-    count = TokenCount([answer.prompt])
-    async for number, deltas in generation:
-        count.take(number, deltas)
-        for delta in deltas:
-            gatherer.take(delta)
-    output = gatherer.output()
-    choices = []
-    for completion in output.outputs:
-        tokens = list(zip(completion.token_ids, completion.logprobs or (), strict=False))
-        choices.append(
-            ChatChoice(
-                completion.index,
-                AnswerMessage("assistant", completion.text),
-                answer.logprobs_of(tokens),
-                finish_reason(completion.finish_reason),
-                completion.stop_reason,
+    ) -> bytes:
+        return _encode(
+            ChatChunk(
+                self.id,
+                "chat.completion.chunk",
+                self.created,
+                self.model,
+                choices,
+                usage,
+                of_prompt,
             )
         )
-    of_prompt = UNSET if output.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs)
-    return Chat(
+
+    async def logprobs(self, tokens: list[tuple[int, TokenLogprobs]]) -> Pieces:
+        """ChatLogprobs, or null unless they are asked for."""
+        if not self._body.logprobs:
+            return [b"null"]
+        work = chat_logprobs(
+            tokens,
+            self._body.top_logprobs or 0,
+            bool(self._body.return_tokens_as_token_ids),
+            self._reader,
+        )
+        return await in_turns(work, self._writing)
+
+    async def report(self, choices: Choices) -> Pieces:
+        """PromptLogprobs."""
+        return await in_turns(prompt_logprobs(choices.reports[0], self._reader), self._writing)
+
+
+async def _whole(answer: _Answer, generation: Generation) -> Pieces:
+    choices = Choices([answer.prompt], answer.params)
+    async for number, deltas in generation:
+        choices.add(number, deltas)
+    all_of_them: Pieces = []
+    for index, choice in enumerate(choices.of(0)):
+        text, tokens = choice.take()
+        message = AnswerMessage("assistant", text)
+        written = _encode(
+            ChatChoice(index, message, LATER, choice.finish_reason, choice.stop_reason)
+        )
+        if all_of_them:
+            all_of_them.append(b",")
+        all_of_them += fill(written, await answer.logprobs(tokens))
+        await asyncio.sleep(0)
+    later = [all_of_them]
+    reported = answer.params.prompt_logprobs is not None
+    if reported:
+        later.append(await answer.report(choices))
+    chat = Chat(
         answer.id,
         "chat.completion",
         answer.created,
         answer.model,
-        choices,
-        count.usage(),
-        of_prompt,
+        [LATER],
+        choices.count.usage(),
+        LATER if reported else UNSET,
     )
+    return fill(_encode(chat), *later)
 
 
 async def _events(
     answer: _Answer, generation: Generation, include_usage: bool
-) -> AsyncGenerator[bytes, None]:
-    encode = msgspec.json.Encoder().encode
+) -> AsyncGenerator[Pieces, None]:
     no_usage = None if include_usage else UNSET
-    count = TokenCount([answer.prompt])
-    of_prompt: list[Logprobs | None] | None = None
-    if answer.params.prompt_logprobs is not None:
-        of_prompt = [None]
-    begun: set[int] = set()
+    choices = Choices([answer.prompt], answer.params)
+    report_due = answer.params.prompt_logprobs is not None
     async for number, deltas in generation:
-        count.take(number, deltas)
-        for delta in deltas:
-            if of_prompt is not None and delta.prompt_logprobs:
-                of_prompt += delta.prompt_logprobs
-        if of_prompt is not None and len(of_prompt) == len(answer.prompt):
-            yield encode(answer.chunk([], no_usage, prompt_logprobs(of_prompt)))
-            of_prompt = None
-        by_index: dict[int, list[OutputDelta]] = {}
-        for delta in deltas:
-            if delta.token is not None or delta.finish_reason is not None:
-                by_index.setdefault(delta.index, []).append(delta)
-        for index, own in by_index.items():
-            if index not in begun:
+        choices.add(number, deltas)
+        if report_due and choices.is_reported(0):
+            report_due = False
+            yield fill(answer.chunk([], no_usage, LATER), await answer.report(choices))
+        for index in choices.take_news(0):
+            choice = choices.of(0)[index]
+            if not choice.begun:
                 # Not before its first token: load generators take it for that.
-                begun.add(index)
+                choice.begun = True
                 first = ChatChunkChoice(index, ChatDelta("", "assistant"), None, None)
-                yield encode(answer.chunk([first], no_usage))
-            yield encode(answer.chunk([_piece(answer, index, own)], no_usage))
+                yield [answer.chunk([first], no_usage)]
+            text, tokens = choice.take()
+            reason = choice.finish_reason
+            stop_reason = choice.stop_reason if reason else UNSET
+            piece = ChatChunkChoice(index, ChatDelta(text), LATER, reason, stop_reason)
+            yield fill(answer.chunk([piece], no_usage), await answer.logprobs(tokens))
     if include_usage:
-        yield encode(answer.chunk([], count.usage()))
-
-
-def _piece(answer: _Answer, index: int, deltas: list[OutputDelta]) -> ChatChunkChoice:
-    """What the deltas of one completion, in order, add to its text."""
-    tokens = [
-        (delta.token, delta.logprobs)
-        for delta in deltas
-        if delta.token is not None and delta.logprobs is not None
-    ]
-    last = deltas[-1]
-    reason = finish_reason(last.finish_reason)
-    return ChatChunkChoice(
-        index,
-        ChatDelta("".join([delta.text for delta in deltas])),
-        answer.logprobs_of(tokens),
-        reason,
-        last.stop_reason if reason else UNSET,
-    )
+        yield [answer.chunk([], choices.count.usage())]

@@ -1,9 +1,10 @@
 """/v1/completions: continues prompts."""
 
+import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -11,38 +12,36 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from headrace.engine.detokenizer import Detokenizer
-from headrace.engine.engine import Engine
-from headrace.engine.outputs import (
-    CompletionOutput,
-    Logprobs,
-    OutputDelta,
-    OutputGatherer,
-    RequestOutput,
-)
+from headrace.protocol.messages import TokenLogprobs
 from headrace.protocol.sampling_params import SamplingParams
+from headrace.serving.answer_size import check_answer_size
 from headrace.serving.answers import EventStream, WholeAnswer
+from headrace.serving.choices import Choice, Choices
 from headrace.serving.errors import ApiError
-from headrace.serving.logprobs import TextOffsets, completion_logprobs, prompt_logprobs
-from headrace.serving.requests import CompletionBody
-from headrace.serving.responses import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    PromptLogprobs,
-    Usage,
+from headrace.serving.logprobs import (
+    CompletionColumns,
+    TextOffsets,
+    completion_columns,
+    completion_logprobs,
+    prompt_logprobs,
 )
+from headrace.serving.pieces import LATER, Pieces, Work, fill, in_turns
+from headrace.serving.requests import CompletionBody
+from headrace.serving.responses import Completion, CompletionChoice, Usage
 from headrace.serving.sampling import (
     check_room,
     check_stream_options,
     salt_of,
     sampling_params,
 )
-from headrace.serving.service import Generation, Service, finish_reason
-from headrace.serving.usage import TokenCount
+from headrace.serving.service import Generation, Service
 
 _FIELDS = {name: name for name in CompletionBody.__struct_fields__}
-# A token, how it reads, where it begins in the text, and the log-probabilities of its place.
-_Token = tuple[int, str, int, Logprobs | None]
+
+# Tokens of a prompt that are turned into text in one part: a few milliseconds.
+_TOKENS_AT_ONCE = 1000
+
+_encode = msgspec.json.Encoder().encode
 
 
 async def complete(service: Service, body: CompletionBody) -> Response:
@@ -92,20 +91,27 @@ async def complete(service: Service, body: CompletionBody) -> Response:
             field="max_tokens",
         )
         prompts.append(text_or_ids)
-    answer = _Answer(
-        body,
-        body.model or service.model_name,
-        engine.running.engine,
-        n,
-        params,
-        shown,
+    check_answer_size(
         prompts,
+        params,
+        report_shown=params.n
+        * ((body.prompt_logprobs is not None) + bool(body.echo and body.logprobs is not None)),
+        echoed=bool(body.echo and body.logprobs is None),
+        max_model_len=engine.running.max_model_len,
+        vocab_size=engine.running.engine.vocab_size,
+        fields=fields
+        if body.prompt_logprobs is not None
+        else {**fields, "prompt_logprobs": fields["logprobs"]},
     )
+    answer = _Answer(service, body, params, shown, prompts)
     # From here on something runs, which only the answer ends.
-    generation = await service.begin(prompts, params, body.priority or 0, fields, salt_of(body))
+    generation = await service.begin(
+        prompts, params, body.priority or 0, fields, salt_of(body), keeps=not body.stream
+    )
     if body.stream:
-        return EventStream(_events(answer, generation, include_usage), generation.close)
-    return WholeAnswer(_whole(answer, generation), generation.close)
+        interval = service.settings.sse_keep_alive_interval
+        return EventStream(_events(answer, generation, include_usage), generation, interval)
+    return WholeAnswer(_whole(answer, generation), generation)
 
 
 def _prompts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -130,208 +136,138 @@ class _ShownPrompt:
     offsets: list[int]
 
 
-def _decoded(prompt: list[int], reader: Detokenizer, complete: bool) -> _ShownPrompt:
+def _decoded(prompt: list[int], reader: Detokenizer, complete: bool) -> Work[_ShownPrompt]:
     """Token ids as a text, with special tokens. complete: no answer follows, which a character
     that the prompt begins would belong to."""
     stream = reader.stream()
-    text = "".join(map(stream.push, prompt))
     beginnings = TextOffsets(reader.stream(), 0)
-    offsets = [beginnings.next(token, reader.text_of(token)) for token in prompt]
-    return _ShownPrompt(text + stream.finish() if complete else text, offsets)
+    texts, offsets = [], []
+    for place, token in enumerate(prompt, start=1):
+        texts.append(stream.push(token))
+        offsets.append(beginnings.next(token, reader.text_of(token)))
+        if place % _TOKENS_AT_ONCE == 0:
+            yield
+    return _ShownPrompt("".join(texts) + (stream.finish() if complete else ""), offsets)
 
 
 class _Answer:
-    """What is the same in all parts of an answer, and how its parts are made."""
+    """What is the same in all parts of an answer, and how its parts are made.
+
+    shown: the prompts that were given as texts, by number.
+    """
 
     def __init__(
         self,
+        service: Service,
         body: CompletionBody,
-        model: str,
-        engine: Engine,
-        n: int,
         params: SamplingParams,
         shown: dict[int, _ShownPrompt],
         prompts: list[list[int]],
     ) -> None:
-        self.engine = engine
+        engine = service.ready().running.engine
         self.body = body
-        self.n = n
         self.params = params
-        self._shown = shown
         self.prompts = prompts
-        self.as_ids = bool(body.return_tokens_as_token_ids)
-        self.id = f"cmpl-{uuid.uuid4().hex}"
-        self.created = int(time.time())
-        self.model = model
+        self.n = body.n or 1
+        self._shown = shown
+        self._detokenizer = engine.detokenizer
+        self._reader = engine.reader
+        self._writing = service.writing
+        self._as_ids = bool(body.return_tokens_as_token_ids)
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = body.model or service.model_name
+        # By the prompt's number, since all its choices show the same.
+        self._columns: dict[int, CompletionColumns] = {}
+        self._reports: dict[int, Pieces] = {}
 
-    def wrap(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+    def wrap(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
         kind: Literal["text_completion"] = "text_completion"
-        return Completion(self.id, kind, self.created, self.model, choices, usage)
+        return _encode(Completion(self._id, kind, self._created, self._model, choices, usage))
 
-    def shown(self, number: int) -> _ShownPrompt:
+    def usage(self, choices: Choices) -> Usage:
+        """What was asked for: with max_tokens 0 a token is computed all the same."""
+        return choices.count.usage(0 if self.body.max_tokens == 0 else None)
+
+    async def write(self, choices: Choices, number: int, index: int, choice: Choice) -> Pieces:
+        """A CompletionChoice: what came of one since the last time."""
+        body = self.body
+        text, tokens = choice.take()
+        reason, stop_reason = choice.finish_reason, choice.stop_reason
+        if body.max_tokens == 0:
+            text, tokens, reason, stop_reason = "", [], "length", None
+        begins, choice.begun = not choice.begun, True
+        shown = await self._shown_prompt(number) if body.echo else _ShownPrompt("", [])
+        if begins:
+            text = shown.text + text
+        written = CompletionChoice(number * self.n + index, text, None, reason, stop_reason)
+        later = []
+        if body.logprobs is not None:
+            written.logprobs = LATER
+            columns = []
+            if begins and body.echo:
+                columns.append(await self._prompt_columns(number, choices.reports[number]))
+            if choice.offsets is None:
+                stream = self._detokenizer.stream(self.prompts[number])
+                choice.offsets = TextOffsets(stream, len(shown.text))
+            work = completion_columns(tokens, choice.offsets.next, self._as_ids, self._reader)
+            columns.append(await in_turns(work, self._writing))
+            later.append(completion_logprobs(columns))
+        if begins and body.prompt_logprobs is not None:
+            written.prompt_logprobs = LATER
+            later.append(await self._report(number, choices.reports[number]))
+        return fill(_encode(written), *later)
+
+    async def _shown_prompt(self, number: int) -> _ShownPrompt:
         """What echo shows of a prompt that runs: token ids may be none before."""
         if number not in self._shown:
-            complete = self.body.max_tokens == 0
-            self._shown[number] = _decoded(self.prompts[number], self.engine.reader, complete)
+            work = _decoded(self.prompts[number], self._reader, self.body.max_tokens == 0)
+            self._shown[number] = await in_turns(work, self._writing)
         return self._shown[number]
 
-    def prompt_tokens(self, number: int, entries: Sequence[Logprobs | None]) -> list[_Token]:
-        tokens, offsets = self.prompts[number], self.shown(number).offsets
-        text_of = self.engine.reader.text_of
-        return [
-            (token, text_of(token), offset, entry)
-            for token, offset, entry in zip(tokens, offsets, entries, strict=True)
-        ]
+    async def _prompt_columns(self, number: int, report: list[TokenLogprobs]) -> CompletionColumns:
+        if number not in self._columns:
+            tokens = list(zip(self.prompts[number], [None, *report], strict=True))
+            offsets = iter((await self._shown_prompt(number)).offsets)
+            work = completion_columns(tokens, lambda *_: next(offsets), self._as_ids, self._reader)
+            self._columns[number] = await in_turns(work, self._writing)
+        return self._columns[number]
 
-    def offsets_after(self, number: int) -> TextOffsets:
-        """Where the tokens of an answer to a prompt begin in what is shown."""
-        before = len(self.shown(number).text) if self.body.echo else 0
-        return TextOffsets(self.engine.detokenizer.stream(self.prompts[number]), before)
-
-    def tokens(
-        self, offsets: TextOffsets, ids: Sequence[int], logprobs: Sequence[Logprobs]
-    ) -> list[_Token]:
-        """The next tokens of an answer."""
-        text_of = self.engine.reader.text_of
-        return [
-            (token, reading, offsets.next(token, reading), entries)
-            for token, entries in zip(ids, logprobs, strict=True)
-            for reading in [text_of(token)]
-        ]
-
-    def logprobs_of(self, tokens: list[_Token]) -> CompletionLogprobs | None:
-        """None unless they are asked for."""
-        if self.body.logprobs is None:
-            return None
-        return completion_logprobs(tokens, self.as_ids)
+    async def _report(self, number: int, report: list[TokenLogprobs]) -> Pieces:
+        if number not in self._reports:
+            work = prompt_logprobs(report, self._reader)
+            self._reports[number] = await in_turns(work, self._writing)
+        return self._reports[number]
 
 
-async def _whole(answer: _Answer, generation: Generation) -> Completion:
-    gatherers = [OutputGatherer("", None, prompt, answer.params) for prompt in answer.prompts]
-    count = TokenCount(answer.prompts)
+async def _whole(answer: _Answer, generation: Generation) -> Pieces:
+    choices = Choices(answer.prompts, answer.params)
     async for number, deltas in generation:
-        count.take(number, deltas)
-        for delta in deltas:
-            gatherers[number].take(delta)
-    choices = []
-    for number, gatherer in enumerate(gatherers):
-        output = gatherer.output()
-        for index, completion in enumerate(_best(output.outputs, answer.n)):
-            choices.append(_choice(answer, number, output, completion, number * answer.n + index))
-    nothing_asked = answer.body.max_tokens == 0
-    return answer.wrap(choices, count.usage(0 if nothing_asked else None))
-
-
-def _best(completions: list[CompletionOutput], n: int) -> list[CompletionOutput]:
-    """Those with the highest log-probability a token."""
-    if n == len(completions):
-        return completions
-
-    def mean_logprob(completion: CompletionOutput) -> float:
-        return (completion.cumulative_logprob or 0.0) / max(1, len(completion.token_ids))
-
-    return sorted(completions, key=mean_logprob, reverse=True)[:n]
-
-
-def _choice(
-    answer: _Answer, number: int, output: RequestOutput, completion: CompletionOutput, index: int
-) -> CompletionChoice:
-    body = answer.body
-    text = completion.text
-    tokens: list[_Token] = []
-    if body.logprobs is not None and completion.logprobs is not None:
-        offsets = answer.offsets_after(number)
-        tokens = answer.tokens(offsets, completion.token_ids, completion.logprobs)
-    reason, stop_reason = finish_reason(completion.finish_reason), completion.stop_reason
-    if body.max_tokens == 0:
-        text, tokens, reason, stop_reason = "", [], "length", None
-    if body.echo:
-        text = answer.shown(number).text + text
-        if body.logprobs is not None:
-            tokens = answer.prompt_tokens(number, output.prompt_logprobs or ()) + tokens
-    shown: PromptLogprobs | UnsetType = UNSET
-    if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
-        shown = prompt_logprobs(output.prompt_logprobs)
-    return CompletionChoice(
-        index,
-        text,
-        answer.logprobs_of(tokens),
-        reason,
-        stop_reason,
-        shown,
-    )
-
-
-@dataclass
-class _Progress:
-    """How far one choice's stream has come. offsets: where its tokens begin, if that is asked for.
-    held: what has to wait for the log-probabilities of the prompt, which come with the first
-    completion."""
-
-    begun: bool = False
-    offsets: TextOffsets | None = None
-    held: list[OutputDelta] = field(default_factory=list)
+        choices.add(number, deltas)
+    all_of_them: Pieces = []
+    for number in range(len(answer.prompts)):
+        best = choices.of(number)
+        if len(best) > answer.n:
+            best = sorted(best, key=lambda choice: choice.mean_logprob, reverse=True)[: answer.n]
+        for index, choice in enumerate(best):
+            if all_of_them:
+                all_of_them.append(b",")
+            all_of_them += await answer.write(choices, number, index, choice)
+            await asyncio.sleep(0)
+    return fill(answer.wrap([LATER], answer.usage(choices)), all_of_them)
 
 
 async def _events(
     answer: _Answer, generation: Generation, include_usage: bool
-) -> AsyncGenerator[bytes, None]:
-    body, n = answer.body, answer.n
-    encode = msgspec.json.Encoder().encode
+) -> AsyncGenerator[Pieces, None]:
     no_usage = None if include_usage else UNSET
-    count = TokenCount(answer.prompts)
-    progress = [_Progress() for _ in range(n * len(answer.prompts))]
-    of_prompt: list[list[Logprobs | None]] = [[None] for _ in answer.prompts]
-    # Of each prompt the choices that hold something, in the order in which it came.
-    ready: list[dict[int, None]] = [{} for _ in answer.prompts]
-    prompt_logprobs_wanted = answer.params.prompt_logprobs is not None
+    choices = Choices(answer.prompts, answer.params)
     async for number, deltas in generation:
-        count.take(number, deltas)
-        for delta in deltas:
-            if delta.prompt_logprobs:
-                of_prompt[number] += delta.prompt_logprobs
-            if delta.token is not None or delta.finish_reason is not None:
-                place = number * n + delta.index
-                progress[place].held.append(delta)
-                ready[number][place] = None
-        if prompt_logprobs_wanted and len(of_prompt[number]) < len(answer.prompts[number]):
+        choices.add(number, deltas)
+        if not choices.is_reported(number):
             continue
-        for place in ready[number]:
-            choice = _piece(answer, number, place, progress[place], of_prompt[number])
-            yield encode(answer.wrap([choice], no_usage))
-        ready[number].clear()
+        for index in choices.take_news(number):
+            written = await answer.write(choices, number, index, choices.of(number)[index])
+            yield fill(answer.wrap([LATER], no_usage), written)
     if include_usage:
-        yield encode(answer.wrap([], count.usage(0 if body.max_tokens == 0 else None)))
-
-
-def _piece(
-    answer: _Answer,
-    number: int,
-    place: int,
-    progress: _Progress,
-    of_prompt: list[Logprobs | None],
-) -> CompletionChoice:
-    """What the deltas that one completion holds add to its text."""
-    body = answer.body
-    deltas, progress.held = progress.held, []
-    text = "".join([delta.text for delta in deltas])
-    tokens: list[_Token] = []
-    if body.logprobs is not None:
-        progress.offsets = progress.offsets or answer.offsets_after(number)
-        for delta in deltas:
-            if delta.token is not None and delta.logprobs is not None:
-                tokens += answer.tokens(progress.offsets, [delta.token], [delta.logprobs])
-    last = deltas[-1]
-    reason, stop_reason = finish_reason(last.finish_reason), last.stop_reason
-    if body.max_tokens == 0:
-        text, tokens, reason, stop_reason = "", [], "length", None
-    shown: PromptLogprobs | UnsetType = UNSET
-    if not progress.begun:
-        progress.begun = True
-        if body.echo:
-            text = answer.shown(number).text + text
-            if body.logprobs is not None:
-                tokens = answer.prompt_tokens(number, of_prompt) + tokens
-        if body.prompt_logprobs is not None:
-            shown = prompt_logprobs(of_prompt)
-    return CompletionChoice(place, text, answer.logprobs_of(tokens), reason, stop_reason, shown)
+        yield [answer.wrap([], answer.usage(choices))]

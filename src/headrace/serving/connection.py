@@ -2,6 +2,7 @@
 
 import asyncio
 import http
+from typing import cast
 
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -12,6 +13,8 @@ from headrace.serving.errors import error_json
 _MOST_HEADER_BYTES = 64 * 1024
 # Requests that wait on a connection until the one before is answered.
 _MOST_WAITING = 16
+# What a request's scope has its connection's transport under.
+TRANSPORT = "headrace.transport"
 # Seconds for a client that was refused to read that, and to end the connection.
 LINGER_S = 2.0
 # Seconds in which a client that is sent something has to take some of it.
@@ -104,6 +107,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answered = cycle
+        cast(dict[str, object], cycle.scope)[TRANSPORT] = self.transport
         super()._start_asgi_task(cycle, app)
 
     def _watch_reader(self, unread: int) -> None:

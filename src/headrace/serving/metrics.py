@@ -40,6 +40,10 @@ class ServerMetrics:
         """A request was answered by an error of this HTTP status."""
         self._requests.refused(status)
 
+    def cut(self) -> None:
+        """An answer was cut because its reader was too slow."""
+        self._requests.cut.inc()
+
     def sample(self) -> None:
         """To be called about once a second: how busy stages are is measured between calls."""
         self._engine.sample()

@@ -53,6 +53,9 @@ class RequestMetrics:
             "prompt_tokens", "Prompt tokens processed, those from the prefix cache included."
         )
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self.cut = counter(
+            "answers_cut", "Answers cut since too much waited to be read, of them and all others."
+        )
         success = Counter(
             "headrace:request_success",
             "Completions that ended (a request has n of them), by reason.",

@@ -3,17 +3,22 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from headrace.async_llm import AsyncLLM
 from headrace.engine.outputs import OutputDelta
-from headrace.engine.request import FinishReason as EngineFinishReason
 from headrace.engine_thread import Submission
 from headrace.errors import HeadraceError, UsageError
 from headrace.protocol.sampling_params import SamplingParams
+from headrace.serving.backlog import (
+    MOST_HELD_BYTES,
+    Backlog,
+    content_bytes,
+    delta_bytes,
+    report_bytes,
+)
 from headrace.serving.errors import ApiError, as_api_error
 from headrace.serving.metrics import ServerMetrics
-from headrace.serving.responses import FinishReason
 from headrace.serving.settings import ServerSettings
 
 _log = logging.getLogger(__name__)
@@ -32,8 +37,13 @@ class Service:
         self.started_at = int(time.time())
         self.engine: AsyncLLM | None = None
         self.draining = False
-        # Completions that have not ended, of all requests.
+        self.backlog = Backlog(MOST_HELD_BYTES, self.metrics.cut)
+        # Large reports are written one after the other: each piece of one takes its turn in the
+        # event loop, and together they would take all of them.
+        self.writing = asyncio.Lock()
+        # Completions that run or wait, of all requests.
         self._open = 0
+        self._answering = 0
         # Set while no request is being answered.
         self.quiet = asyncio.Event()
         self.quiet.set()
@@ -119,11 +129,13 @@ class Service:
         priority: int,
         fields: Mapping[str, str],
         salt: bytes,
+        *,
+        keeps: bool,
     ) -> "Generation":
         """Have the engine take prompts on; close() what this gives, whatever happens.
 
         fields: SamplingParams' names, with what the request calls them. salt: of the prefix cache.
-        Raises ApiError.
+        keeps: nothing is sent before all of it is there. Raises ApiError.
         """
         engine = self.ready()
         self.check_count(len(prompts), params.n, fields)
@@ -133,51 +145,88 @@ class Service:
                 429, f"{self._open} completions run or wait already: try again later",
                 code="queue_full",
             )  # fmt: skip
-        self._open += count
-        self.quiet.clear()
+        generation = Generation(self, prompts, params, keeps)
         try:
-            submission = await engine.submit(prompts, params, priority=priority, salt=salt)
+            submission = await engine.submit(
+                prompts, params, priority=priority, salt=salt, on_arrival=generation.arrived
+            )
         except BaseException as error:
-            self.leave(count)
+            generation.refuse()
             if isinstance(error, HeadraceError):
                 raise as_api_error(error, fields) from error
             raise
-        return Generation(self, submission, count)
+        generation.attach(submission)
+        return generation
 
-    def leave(self, count: int) -> None:
-        """So many completions have ended, and their answers were sent."""
+    def enter(self, count: int) -> None:
+        """An answer with so many completions begins."""
+        self._open += count
+        self._answering += 1
+        self.quiet.clear()
+
+    def give_back(self, count: int) -> None:
+        """The engine is done with so many completions, whether or not they were read."""
         self._open -= count
-        if not self._open:
+
+    def leave(self) -> None:
+        """An answer is on its way, or will never be."""
+        self._answering -= 1
+        if not self._answering:
             self.quiet.set()
 
 
 class Generation:
-    """Prompts that run. Iterating gives (prompt's number, its new deltas). Raises ApiError."""
+    """Prompts that run, and their answer's part in what is counted.
 
-    def __init__(self, service: Service, submission: Submission, count: int) -> None:
-        self._count = count
+    Iterating gives (prompt's number, its new deltas). Raises ApiError. Its places belong to what
+    runs: they are given back when the engine is done. held: bytes of it that nobody has read.
+    cut_connection: set once the status was sent, when an error can no longer be told.
+    """
+
+    def __init__(
+        self, service: Service, prompts: list[list[int]], params: SamplingParams, keeps: bool
+    ) -> None:
+        self._places = self._unfinished = params.n * len(prompts)
         self._service = service
-        self._submission = submission
-        self._watches = [
-            service.metrics.begin(len(request.prompt), submission.params)
-            for request in submission.requests
-        ]
+        self._keeps = keeps
+        self._submission: Submission | None = None
+        self._watches = [service.metrics.begin(len(prompt), params) for prompt in prompts]
         self._open = True
-        self._timeout: ApiError | None = None
-        limit = service.settings.request_timeout
-        self._timer = None
+        self._ended_by: ApiError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.held = service.backlog.open(self._cut)
+        self.cut_connection: Callable[[], None] | None = None
+        service.enter(self._places)
+
+    def attach(self, submission: Submission) -> None:
+        """The engine has taken the prompts on."""
+        self._submission = submission
+        limit = self._service.settings.request_timeout
         if limit is not None:
             self._timer = asyncio.get_running_loop().call_later(limit, self._expire, limit)
 
+    def arrived(self, number: int, deltas: list[OutputDelta]) -> None:
+        """The engine has these for the prompt of this number."""
+        self._watches[number].take(deltas)
+        if not self._open:
+            return
+        self._unfinished -= sum(delta.finish_reason is not None for delta in deltas)
+        if not self._unfinished:
+            self._give_back()
+        self.held.add(delta_bytes(deltas) + content_bytes(deltas) + report_bytes(deltas))
+
     async def __aiter__(self) -> AsyncIterator[tuple[int, Sequence[OutputDelta]]]:
+        assert self._submission is not None
         try:
             async for number, deltas in self._submission:
-                self._watches[number].take(deltas)
                 if any(delta.finish_reason == "abort" for delta in deltas):
-                    raise self._timeout or ApiError(
+                    raise self._ended_by or ApiError(
                         503, "the server is shutting down: the answer was cut"
                     )
                 yield number, deltas
+                # Reports are shown to each choice.
+                kept = content_bytes(deltas) if self._keeps else 0
+                self.held.add(kept - delta_bytes(deltas) - content_bytes(deltas))
         except HeadraceError as error:
             raise as_api_error(error) from error
 
@@ -187,22 +236,50 @@ class Generation:
             self._open = False
             if self._timer is not None:
                 self._timer.cancel()
-            self._submission.abort()
+            if self._submission is not None:
+                self._submission.abort()
             for watch in self._watches:
                 watch.close()
-            self._service.leave(self._count)
+            self.refuse()
+
+    def refuse(self) -> None:
+        """Nothing runs of it."""
+        self._open = False
+        self.held.close()
+        self._give_back()
+        self._service.leave()
+
+    def check_not_cut(self) -> None:
+        """Raises ApiError if it was ended before its answer was ready to be sent."""
+        if self._ended_by is not None:
+            raise self._ended_by
+
+    def _give_back(self) -> None:
+        self._service.give_back(self._places)
+        self._places = 0
+
+    def _cut(self) -> None:
+        """Its reader leaves too much unread."""
+        self._end(
+            ApiError(
+                503,
+                "the answer was cut: more answers wait to be read than there is memory for; read "
+                "faster, or ask for less at once",
+            )
+        )
+        if self.cut_connection is not None:
+            self.cut_connection()
+
+    def _end(self, reason: ApiError) -> None:
+        self._ended_by = reason
+        if self._submission is not None:
+            self._submission.abort()
 
     def _expire(self, limit: float) -> None:
-        self._timeout = ApiError(
+        error = ApiError(
             408,
             f"the answer was not complete within {limit:g} s (--request-timeout)",
             # OpenAI's clients look for it: they would have all of it computed again.
             headers={"x-should-retry": "false"},
         )
-        self._submission.abort()
-
-
-def finish_reason(reason: EngineFinishReason | None) -> FinishReason | None:
-    """As the API has it. Aborted completions are not shown: a Generation raises for them."""
-    assert reason != "abort"
-    return reason
+        self._end(error)

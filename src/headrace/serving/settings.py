@@ -18,7 +18,8 @@ class ServerSettings:
     max_queued_requests: completions that may wait for a slot before more are refused.
     max_body_bytes: of a request. read_timeout: seconds for a request's header, and for its body,
     to arrive. request_timeout: seconds for a whole answer, None for any. drain_timeout: seconds
-    for running requests to end once the server is to.
+    for running requests to end once the server is to. sse_keep_alive_interval: seconds of silence
+    in a stream before a comment, 0 for none.
     allowed_origins, _methods, _headers: what browsers on other sites may do (CORS).
     watch_loop: log what keeps the event loop from everybody else (loop_watch.py).
     """
@@ -33,6 +34,7 @@ class ServerSettings:
     read_timeout: float = 30.0
     request_timeout: float | None = None
     drain_timeout: float = 30.0
+    sse_keep_alive_interval: float = 15.0
     allowed_origins: tuple[str, ...] = ("*",)
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -63,8 +65,12 @@ class ServerSettings:
         ):
             if value is not None and not 0 < value <= 86_400:
                 raise UsageError(f"{flag} must be above 0 and at most 86400, not {value}")
-        if not 0 <= self.drain_timeout <= 86_400:
-            raise UsageError(f"--drain-timeout must be from 0 to 86400, not {self.drain_timeout}")
+        for flag, value in (
+            ("--drain-timeout", self.drain_timeout),
+            ("--sse-keep-alive-interval", self.sse_keep_alive_interval),
+        ):
+            if not 0 <= value <= 86_400:
+                raise UsageError(f"{flag} must be from 0 to 86400, not {value}")
         # As headers bring it: nothing else could ever be equal to what a client sends.
         if any(not key or key != key.strip() or not key.isprintable() for key in self.api_keys):
             raise UsageError(
