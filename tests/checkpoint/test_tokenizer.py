@@ -84,3 +84,32 @@ def test_a_template_that_refuses_the_messages_says_why() -> None:
 def test_a_directory_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="tokenizer cannot be loaded"):
         tokenizer_from_huggingface(tmp_path)
+
+
+def test_a_tokenizers_own_code_is_neither_run_nor_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_byte_tokenizer(tmp_path)
+    mark = tmp_path / "it-ran"
+    (tmp_path / "own.py").write_text(
+        f"open({str(mark)!r}, 'w').close()\n"
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class T(PreTrainedTokenizerFast): pass\n"
+    )
+    file = tmp_path / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings |= {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["own.T", None]}}
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    asked = []
+
+    def answer(question: str = "") -> str:
+        asked.append(question)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer)
+    with pytest.raises(
+        ModelError, match=r"code of the directory's own \(auto_map\), which is never"
+    ):
+        tokenizer_from_huggingface(tmp_path)
+    assert not mark.exists()
+    assert asked == []

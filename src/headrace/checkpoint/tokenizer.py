@@ -100,6 +100,8 @@ def tokenizer_from_huggingface(path: Path) -> Tokenizer:
                 f"model {path}: its tokenizer cannot be loaded: there is no tokenizer.json"
             ) from error
         reason = " ".join(str(error).split())
+        if "trust_remote_code" in reason:
+            reason = "it needs Python code of the directory's own (auto_map), which is never run"
         raise ModelError(
             f"model {path}: its tokenizer cannot be loaded: "
             f"{reason if len(reason) < 200 else reason[:200] + '...'}"
