@@ -43,12 +43,14 @@ class Command:
     arguments: list[str]
     stdin: bytes = b""
     environment: dict[str, str] = field(default_factory=dict)
+    # What starts it, such as nohup.
+    prefix: list[str] = field(default_factory=list)
     mark: Mark = field(default_factory=Mark, init=False)
     process: subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "headrace", *self.arguments],
+            [*self.prefix, sys.executable, "-m", "headrace", *self.arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -24,7 +24,8 @@ ALLOWED = {
 # The launcher alone knows both the engine and the pipeline; what is above it uses it.
 TOP = {
     "__init__", "__main__", "config", "launcher", "llm", "async_llm", "prompts", "progress",
-    "errors", "patterns", "cli", "bench", "engine_thread", "serving", "client", "conversation",
+    "signals", "errors", "patterns", "cli", "bench", "engine_thread", "serving", "client",
+    "conversation",
 }  # fmt: skip
 
 

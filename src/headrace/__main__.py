@@ -2,22 +2,25 @@
 
 import io
 import os
+import signal
 import sys
 
-# As shells have it: 128 and the signal's number.
-_INTERRUPTED = 130
+from headrace.signals import exit_at_once, exit_code, on_ending_signals
 
 
 def main() -> int:
     """Run the command line; every mistake of the user ends in one line on standard error."""
+    on_ending_signals(exit_at_once)
     _open_standard_streams()
     try:
-        # Inside the try, since a Ctrl-C may well come while modules load.
         from headrace.cli import run
 
-        return run(sys.argv[1:])
+        code = run(sys.argv[1:])
+        # It is over, and in order: what comes now must not change that.
+        on_ending_signals(signal.SIG_IGN)
+        return code
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return exit_code(signal.SIGINT)
 
 
 def _open_standard_streams() -> None:

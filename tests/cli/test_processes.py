@@ -5,7 +5,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +23,9 @@ SMOLLM2 = [
 SLEEPING = ["--model", "synthetic:20+1", "--prompt", "w1", "--max-tokens", "2000"]
 
 
-def start(stages: int, folder: Path, model: list[str] = SMOLLM2) -> Command:
+def start(stages: int, folder: Path, model: list[str] = SMOLLM2, *prefix: str) -> Command:
     arguments = [*LONG, *model, "-pp", str(stages)]
-    return Command(arguments, environment={"TMPDIR": str(folder)})
+    return Command(arguments, environment={"TMPDIR": str(folder)}, prefix=list(prefix))
 
 
 def wait_for_text(command: Command) -> None:
@@ -41,7 +41,13 @@ def short_tmp() -> "tempfile.TemporaryDirectory[str]":
 
 
 @pytest.mark.parametrize(
-    ("moment", "number"), [("loading", signal.SIGINT), ("generating", signal.SIGTERM)]
+    ("moment", "number"),
+    [
+        ("loading", signal.SIGINT),
+        ("loading", signal.SIGHUP),
+        ("generating", signal.SIGTERM),
+        ("generating", signal.SIGHUP),
+    ],
 )
 def test_a_signal_ends_everything(
     short_tmp: "tempfile.TemporaryDirectory[str]", moment: str, number: signal.Signals
@@ -72,6 +78,59 @@ def test_a_second_signal_neither_hangs_nor_leaves_anything(
         wait_until(lambda: command.processes() == [])
         assert command.finish().code == 130
         assert os.listdir(folder) == []
+
+
+# Stands in for a module that the command imports, and says when it does.
+IMPORTED = """
+import sys, time
+print("importing", flush=True)
+while True:
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_command_is_still_imported_ends_it_without_a_word(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "typer.py").write_text(IMPORTED, encoding="utf-8")
+    with Command(["serve"], environment={"PYTHONPATH": str(tmp_path)}) as command:
+        assert command.process.stdout is not None
+        assert command.process.stdout.readline() == b"importing\n"
+        command.process.send_signal(number)
+        command.process.send_signal(number)
+        finished = command.finish()
+    assert (finished.code, finished.err) == (128 + number, "")
+
+
+def test_a_signal_while_the_prompt_is_read_ends_the_command_without_a_word(tmp_path: Path) -> None:
+    fifo = tmp_path / "prompt"
+    os.mkfifo(fifo)
+    writers: list[int] = []
+
+    def is_read() -> bool:
+        # Only then it can be opened for writing.
+        with suppress(OSError):
+            writers.append(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(writers)
+
+    with Command([*LONG, *SLEEPING[:2], "--prompt-file", str(fifo)]) as command:
+        wait_until(is_read)
+        command.process.send_signal(signal.SIGHUP)
+        finished = command.finish()
+    os.close(writers[0])
+    assert (finished.code, finished.err) == (128 + signal.SIGHUP, "")
+
+
+def test_a_hangup_that_nohup_had_ignored_is_ignored(
+    short_tmp: "tempfile.TemporaryDirectory[str]",
+) -> None:
+    few = [*SLEEPING[:-1], "100"]
+    with short_tmp as folder, start(1, Path(folder), few, "nohup") as command:
+        wait_for_text(command)
+        for pid in command.processes():
+            os.kill(pid, signal.SIGHUP)
+        assert command.finish().code == 0
 
 
 @dataclass(frozen=True)

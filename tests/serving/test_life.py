@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from command import run, wait_until
+from command import Command, run, wait_until
 from serving.running_server import Server, running_server
 from serving.scrape import scrape, wait_for, wait_until_idle
 
@@ -84,7 +84,22 @@ def test_while_it_loads_requests_are_refused_and_sigterm_ends_it_in_order() -> N
         assert b"process_open_fds" in client.get("/metrics").content
         wait_until(lambda: bool(server.command.stages()))
         send(server, signal.SIGTERM)
-        assert end_of(server)[:2] == (0, "ended in order")
+        send(server, signal.SIGINT)
+        assert end_of(server)[:2] == (128 + signal.SIGTERM, "ended in order")
+
+
+def test_a_signal_before_it_listens_ends_it_in_order() -> None:
+    command = Command(["serve", "--port", "0", *MODEL])
+    with command:
+        # The stages are started before the server itself is imported.
+        wait_until(lambda: bool(command.stages()))
+        for _ in range(2):
+            command.process.send_signal(signal.SIGHUP)
+        finished = command.finish()
+    assert finished.code == 128 + signal.SIGHUP
+    assert finished.out.splitlines()[-1] == "ended in order"
+    assert "Traceback" not in finished.err
+    assert finished.left == []
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_as_it_ends_generate() -> None:
@@ -165,7 +180,9 @@ def leave_in_many_ways(server: Server) -> None:
 def test_what_runs_after_the_drain_timeout_is_cut_and_who_never_reads_holds_up_nothing() -> None:
     with running_server(*MODEL, "--drain-timeout", "0.5") as server, stuck_reader(server):
         with streaming(server) as events:
-            send(server, signal.SIGTERM)
+            # As when a supervisor ends all that belongs to a service, or a terminal is closed.
+            for pid in server.command.processes():
+                os.kill(pid, signal.SIGHUP)
             assert "shutting down" in error_and_end(events)["message"]
         assert end_of(server)[:2] == (0, "ended in order")
         assert any("were cut" in line for line in server.log)

@@ -1,10 +1,9 @@
 """The command line: parses arguments, and turns errors into one line and an exit code."""
 
 import os
-import signal
 import sys
 import traceback
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -14,6 +13,7 @@ from headrace.cli.chat import chat
 from headrace.cli.generate import generate
 from headrace.cli.serve import serve
 from headrace.errors import HeadraceError, StallError
+from headrace.signals import on_ending_signals, unwind
 
 app = typer.Typer(
     name="headrace", no_args_is_help=False, add_completion=False, rich_markup_mode=None
@@ -41,8 +41,7 @@ def _options(
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code: 0, 1 for a failure, 2 for wrong usage."""
-    signal.signal(signal.SIGINT, _on_signal)
-    signal.signal(signal.SIGTERM, _on_signal)
+    on_ending_signals(unwind)
     command = typer.main.get_command(app)
     try:
         result = command.main(arguments or ["--help"], prog_name="headrace", standalone_mode=False)
@@ -73,12 +72,3 @@ def _message(error: Exception) -> str:
         return f"{error.strerror or error}{f': {error.filename}' * bool(error.filename)}"
     what = f"internal error, {type(error).__name__}: {error}"
     return f"{what} (run with --debug for where it happened)"
-
-
-def _on_signal(number: int, frame: object) -> NoReturn:
-    """Unwind, so that the stages are ended on the way out, which a second signal cannot stop."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    sys.exit(128 + number)

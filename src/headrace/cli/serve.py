@@ -19,6 +19,7 @@ from headrace.progress import loading_display
 from headrace.serving.listener import listen, url_of
 from headrace.serving.loading import EngineLoader
 from headrace.serving.settings import ServerSettings, parse_list
+from headrace.signals import EndingSignals, exit_code
 
 _log = logging.getLogger(__name__)
 
@@ -136,7 +137,11 @@ def serve(
     def on_listening() -> None:
         print(f"headrace {headrace.__version__} listens on {url}, not ready yet", flush=True)
 
+    ready = False
+
     def on_ready(engine: AsyncLLM) -> None:
+        nonlocal ready
+        ready = True
         print(_engine_line(engine), flush=True)
         seconds = time.monotonic() - started
         print(f"ready after {seconds:.1f} s: {url}/v1 (SIGTERM or Ctrl-C: drain)", flush=True)
@@ -147,16 +152,18 @@ def serve(
                 model, on_progress=show, check=check, on_tokenizer=_on_tokenizer, **engine_settings
             )
 
+    # Before the loader, whose thread nothing must leave alone.
+    signals = EndingSignals()
     loader = EngineLoader(load)
     try:
         # Here, since all commands import this module, and meanwhile the stages load.
         from headrace.serving.server import run_server
 
-        run_server(settings, listener, loader, on_listening, on_ready)
+        run_server(settings, listener, loader, signals, on_listening, on_ready)
     finally:
         loader.close()
     print("ended in order", flush=True)
-    return 0
+    return 0 if ready else exit_code(signals.numbers[0])
 
 
 def _on_tokenizer(tokenizer: Tokenizer) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import ssl
 import time
@@ -20,6 +19,7 @@ from headrace.serving.loading import EngineLoader
 from headrace.serving.loop_watch import watched
 from headrace.serving.service import Service
 from headrace.serving.settings import ServerSettings
+from headrace.signals import EndingSignals
 
 _log = logging.getLogger(__name__)
 
@@ -43,10 +43,11 @@ def run_server(
     settings: ServerSettings,
     listener: socket.socket,
     loader: EngineLoader,
+    signals: EndingSignals,
     on_listening: Callable[[], None],
     on_ready: Callable[[AsyncLLM], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. A second signal ends what still runs.
+    """Serve until a signal comes, then drain. A second one ends what still runs.
 
     loader: closed in the end. on_listening: called once nothing is wrong with the settings;
     on_ready: once requests are answered. Raises what loading raises, and the engine's error if it
@@ -55,7 +56,7 @@ def run_server(
     service = Service(settings)
     server = _Uvicorn(_uvicorn_config(service))
     on_listening()
-    life = _run(service, server, listener, loader, on_ready)
+    life = _run(service, server, listener, loader, signals, on_ready)
     uvloop.run(watched(life) if settings.watch_loop else life)
 
 
@@ -88,24 +89,24 @@ async def _run(
     server: uvicorn.Server,
     listener: socket.socket,
     loader: EngineLoader,
+    signals: EndingSignals,
     on_ready: Callable[[AsyncLLM], None],
 ) -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
 
     def end() -> None:
-        if stop.is_set():
-            hurry.set()
         stop.set()
+        if len(signals.numbers) > 1:
+            hurry.set()
 
     loop = asyncio.get_running_loop()
 
-    def on_signal(number: int, frame: object) -> None:
-        # Not the loop's own handlers, which end with it: a signal after that would kill.
+    def on_signal() -> None:
+        # After the loop's end there is nothing left to tell.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(end)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    signals.tell(on_signal)
     answering = asyncio.create_task(server.serve(sockets=[listener]))
     sampling = asyncio.create_task(_sample(service))
     # When what still travels is cut.
