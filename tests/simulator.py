@@ -123,6 +123,9 @@ class Simulation:
             self.engine.tuner = MicrobatchTuner(most)
         self._orders = self._draw_orders()
         self._pause = self._times(mostly_none=True)
+        # Of the engine alone, longer than it would wait for stages. Drawn apart from all else.
+        self._sleep_rng = random.Random(f"sleep {seed}")
+        self._sleepiness = self._sleep_rng.choice([0.0, 0.0, 0.0, 0.0, 0.05])
 
     def run(self) -> None:
         """Until every request ended and every stage drained; then everything is checked."""
@@ -131,6 +134,9 @@ class Simulation:
             while self._orders and (self._orders[0][0] <= turn or self.engine.scheduler.idle):
                 self._orders.popleft()[1]()
             pause = self._pause()
+            if self._sleep_rng.random() < self._sleepiness:
+                self.reached["the engine slept"] += 1
+                pause += 2 * _DEADLINE_S
             if pause:
                 until = self.clock.now + pause
                 while self.clock.run_next(until):

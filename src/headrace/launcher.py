@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ from headrace.config import EngineConfig
 from headrace.engine.engine import Engine, Pipeline
 from headrace.engine.microbatch_count import MicrobatchTuner, window_of
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.engine.step_cost import StepCost, prior_cost
 from headrace.errors import ModelError, UsageError
 from headrace.kernels import has_native_kernels
 from headrace.pipeline.cache_size import check_max_model_len, choose_num_blocks
@@ -54,6 +55,8 @@ _log = logging.getLogger(__name__)
 
 # Seconds for the stages to meet, which has nothing to do with how long a step may take.
 _START_TIMEOUT = 60.0
+# Seconds for which engine and stages may be paused together while a step is in flight.
+_PAUSE = 7 * 86_400.0
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,15 @@ def launch(
     except BaseException:
         stages.close(drain=False)
         raise
-    engine = _engine(config, model_config, stages, tokenizer, max_model_len, num_blocks)
+    engine = _engine(
+        config,
+        model_config,
+        stages,
+        tokenizer,
+        max_model_len,
+        num_blocks,
+        priors=_priors(model_config, shares, loaded),
+    )
     return RunningEngine(
         engine=engine,
         stages=stages,
@@ -248,6 +259,7 @@ def _engine(
     max_model_len: int,
     num_blocks: int,
     clock: Callable[[], float] = time.monotonic,
+    priors: Sequence[StepCost] = (),
 ) -> Engine:
     num_stages = config.pipeline_parallel_size
     scheduler = Scheduler(
@@ -279,7 +291,17 @@ def _engine(
         priorities=config.scheduling_policy == "priority",
         tuner=MicrobatchTuner(config.most_microbatches) if tuned else None,
         clock=clock,
+        priors=list(priors),
     )
+
+
+def _priors(model: ModelConfig, shares: list[StageShare], loaded: list[Loaded]) -> list[StepCost]:
+    """What a step is taken to cost each stage, as long as none was measured."""
+    layer = layer_costs(model).layer
+    return [
+        prior_cost(stage.weight_bytes, layer * share.num_layers)
+        for share, stage in zip(shares, loaded, strict=True)
+    ]
 
 
 def _read_model(
@@ -330,8 +352,9 @@ def _link_timeout(config: EngineConfig) -> float:
     """Seconds after which a stage gives up on a message by itself.
 
     The engine, which knows what a step may take and what the others do, ends a stall long before.
+    So long, since a stage cannot tell that it was paused, and all others with it, overnight say.
     """
-    return max(600.0, 10 * config.stall_timeout)
+    return max(_PAUSE, 10 * config.stall_timeout)
 
 
 def _shares(config: EngineConfig, model: ModelConfig) -> list[StageShare]:

@@ -19,6 +19,7 @@ class Pipeline:
 
     computing: what its stage says it does when asked, in forward since then; None for no answer.
     late: while the stages are asked, the answers arrive after all. reports: whether there are any.
+    clock: moves while the engine waits in vain, and in the next wait by pause_s more.
     """
 
     silent: bool = False
@@ -26,6 +27,8 @@ class Pipeline:
     late: bool = False
     computing: float | None = None
     asked: int = 0
+    clock: "Clock | None" = None
+    pause_s: float = 0.0
     plans: list[Plan] = field(default_factory=list)
     answers: list[Result | Report] = field(default_factory=list)
 
@@ -36,6 +39,9 @@ class Pipeline:
         self.answers += [Result(0, plan.step, tokens, []), *[report] * self.reports]
 
     def receive(self, timeout_s: float) -> list[Result | Report]:
+        if self.clock is not None and (self.silent or not self.answers):
+            self.clock.now += timeout_s + self.pause_s
+            self.pause_s = 0.0
         if self.silent:
             return []
         answers, self.answers = self.answers, []
@@ -127,61 +133,89 @@ def waiting(pipeline: Pipeline) -> tuple[Engine, Clock]:
     """An engine with a step in flight, whose clock stands at 0."""
     clock = Clock()
     target = engine(pipeline)
-    target.clock = clock
+    target.clock = pipeline.clock = clock
     target.add([1], SamplingParams(max_tokens=3))
-    target.step()
+    target.step(0.0)
     return target, clock
 
 
 def test_a_silent_pipeline_is_an_error_that_names_the_step_and_what_was_seen() -> None:
-    target, clock = waiting(Pipeline(silent=True))
-    clock.now = 59.9
-    target.step()
-    clock.now = 60.0
-    with pytest.raises(StallError, match=r"60.0 s at step 0: stage 0 .* no sign of life .* 60.0 s"):
+    target, _ = waiting(Pipeline(silent=True))
+    target.step(59.0)
+    with pytest.raises(StallError, match=r"60.1 s at step 0: stage 0 .* no sign of life .* 60.1 s"):
         target.step()
 
 
 def test_what_arrives_while_the_stages_are_asked_is_no_stall_and_not_lost() -> None:
-    target, clock = waiting(Pipeline(silent=True, late=True))
-    clock.now = 60.0
-    assert [delta.token for delta in target.step()] == [3, 3, 3]
+    target, _ = waiting(Pipeline(silent=True, late=True))
+    assert [delta.token for delta in target.step(60.0)] == [3, 3, 3]
 
 
 def test_a_report_that_never_comes_is_a_stall_too() -> None:
     """A stage may stop after its last transfer: whoever waits for its reports must not wait on."""
-    target, clock = waiting(Pipeline(reports=False))
+    target, _ = waiting(Pipeline(reports=False))
     while not target.scheduler.idle:
         target.step()
     assert not target.settled
-    clock.now = 61.0
     with pytest.raises(StallError, match="stage 0"):
-        target.step()
+        target.step(61.0)
 
 
 def test_a_stage_that_computes_is_asked_again_only_when_its_time_is_over() -> None:
     pipeline = Pipeline(silent=True, computing=50.0)
     target, clock = waiting(pipeline)
-    for now in (60.0, 70.0, 109.0):
-        clock.now = now
-        target.step()
+    target.costs[0].add(StepWork(1, 1, 1), 0.1)
+    target.step(60.0)
+    target.step(109.9 - clock.now)
     assert pipeline.asked == 1
-    clock.now = 110.0
-    with pytest.raises(StallError, match=r"stage 0 has been in forward of step 0 for 60.0 s"):
+    with pytest.raises(StallError, match=r"stage 0 has been in forward of step 0 for 61.0 s"):
+        target.step()
+
+
+def test_work_that_was_never_measured_has_all_the_time_it_needs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pipeline = Pipeline(silent=True, computing=0.0)
+    target, clock = waiting(pipeline)
+    target.costs[0].add(StepWork(0, 0, 0), 0.1)
+    while clock.now < 3600.0:
+        target.step()
+    assert "stage 0 has computed step 0 for 60 s: it is the first of its kind" in caplog.text
+    pipeline.silent = False
+    assert [delta.token for delta in target.step()] == [3, 3, 3]
+    # Measured by now, so its like is judged.
+    target.add([1], SamplingParams(max_tokens=1))
+    pipeline.silent, pipeline.computing = True, clock.now
+    target.costs[0].add(StepWork(1, 1, 1), 0.5)
+    with pytest.raises(StallError):
+        target.step(60.0)
+
+
+def test_a_pause_of_engine_and_stages_together_is_no_stall_but_one_of_a_stage_alone_is() -> None:
+    pipeline = Pipeline(silent=True)
+    target, clock = waiting(pipeline)
+    target.step(59.0)
+    for _ in range(3):
+        # As a paused container: in the middle of a wait, and while the engine does something else.
+        pipeline.pause_s = 3600.0
+        target.step(0.1)
+        clock.now += 3600.0
+        target.step(0.1)
+    assert pipeline.asked == 0
+    with pytest.raises(StallError, match=r"stood still for 60.\d s"):
         target.step()
 
 
 def test_a_report_is_a_sign_that_the_pipeline_gets_on() -> None:
     pipeline = Pipeline(silent=True)
-    target, clock = waiting(pipeline)
-    clock.now = 59.0
+    target, _ = waiting(pipeline)
+    target.step(59.0)
     pipeline.silent, pipeline.answers = (
         False,
         [a for a in pipeline.answers if isinstance(a, Report)],
     )
     target.step()
-    clock.now = 61.0
-    target.step()
+    target.step(2.0)
     assert pipeline.asked == 0
 
 

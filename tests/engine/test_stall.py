@@ -1,3 +1,5 @@
+import logging
+
 import pytest
 
 from headrace.engine.stall import LINES_SHOWN, Scene, StallWatch, title
@@ -18,15 +20,21 @@ def scene(*timelines: Timeline, stages: int = 3) -> Scene:
     return Scene(NOW, 7, 9, [NOW - 61.0] * stages, {line.stage: line for line in timelines})
 
 
+def measured(stage: int, step: int) -> bool:
+    """Nothing is new."""
+    return False
+
+
 def watch(timeout_s: float = 60.0) -> StallWatch:
     target = StallWatch(timeout_s)
+    target.runs(NOW - timeout_s)
     target.progress(NOW - timeout_s)
     return target
 
 
 def stall(target: StallWatch, seen: Scene, predicted_s: float = 0.0) -> StallError:
     with pytest.raises(StallError) as caught:
-        target.look(seen, predicted_s)
+        target.look(seen, predicted_s, measured)
     assert "\n" not in str(caught.value)
     return caught.value
 
@@ -66,7 +74,7 @@ def test_the_notes_have_the_last_lines_of_who_answers_and_the_last_sign_of_who_d
 @pytest.mark.parametrize("kind", ["forward", "sample", "send"])
 def test_a_stage_at_work_puts_the_next_look_off_until_its_patience_ends(kind: ActivityKind) -> None:
     target = watch(timeout_s=2.0)
-    target.look(scene(going(0, "feedback_wait", 6, 9.0), going(1, kind, 7, 9.0)), 0.1)
+    target.look(scene(going(0, "feedback_wait", 6, 9.0), going(1, kind, 7, 9.0)), 0.1, measured)
     # Ten seconds, more than the timeout and than twenty times what was predicted.
     assert not target.due(NOW + 0.9)
     assert target.due(NOW + 1.0)
@@ -79,7 +87,7 @@ def test_patience_is_the_timeout_or_twenty_times_the_prediction(
     timeout_s: float, predicted_s: float, patience_s: float
 ) -> None:
     target = watch(timeout_s)
-    target.look(scene(going(1, "forward", 7, patience_s - 1.0)), predicted_s)
+    target.look(scene(going(1, "forward", 7, patience_s - 1.0)), predicted_s, measured)
     assert target.due(NOW + 1.0)
     assert not target.due(NOW + 0.5)
 
@@ -88,6 +96,63 @@ def test_a_stage_that_computes_for_ever_is_an_error_that_says_so() -> None:
     seen = scene(going(1, "forward", 7, 60.0), going(0, "feedback_wait", 6, 59.0), stages=2)
     line = str(stall(watch(), seen))
     assert "step 7: stage 1 has been in forward of step 7 for 60.0 s; stage 0 has waited" in line
+
+
+def test_a_stage_at_work_that_was_never_measured_is_waited_for_and_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    target = watch()
+    seen = scene(going(0, "feedback_wait", 6, 500.0), going(1, "forward", 7, 500.0), stages=2)
+    with caplog.at_level(logging.WARNING):
+        target.look(seen, 0.1, lambda stage, step: (stage, step) == (1, 7))
+    (line,) = caplog.messages
+    assert line.startswith("stage 1 has computed step 7 for 500 s: it is the first of its kind")
+    assert not target.due(NOW + 59.9)
+    assert target.due(NOW + 60.0)
+    # Another one that was measured is judged all the same.
+    stall(target, scene(going(0, "forward", 6, 61.0), going(1, "forward", 7, 500.0), stages=2))
+
+
+def test_one_that_only_waits_is_no_better_for_never_having_been_measured() -> None:
+    seen = scene(going(0, "feedback_wait", 6, 61.0), going(1, "activation_wait", 7, 61.0), stages=2)
+    with pytest.raises(StallError):
+        watch().look(seen, 0.1, lambda stage, step: True)
+
+
+def test_time_in_which_the_engine_did_not_run_is_not_waiting() -> None:
+    target = StallWatch(60.0)
+    target.runs(0.0)
+    target.progress(0.0)
+    # Thirty seconds of waiting, then an hour's pause in the middle of a wait, and then the rest.
+    for second in range(1, 31):
+        target.runs(float(second), 1.0)
+    target.runs(3631.0, 1.0)
+    for second in range(3632, 3660):
+        target.runs(float(second), 1.0)
+        assert not target.due(second)
+    target.runs(3661.0, 1.0)
+    assert target.due(3661.0)
+
+
+def test_nor_is_time_in_which_it_did_something_else() -> None:
+    target = StallWatch(60.0)
+    target.runs(0.0)
+    target.progress(0.0)
+    target.runs(500.0)
+    target.runs(501.0, 1.0)
+    assert not target.due(501.0)
+
+
+def test_a_stage_that_was_paused_at_work_has_not_worked_meanwhile() -> None:
+    target = StallWatch(60.0)
+    target.runs(NOW - 630.0)
+    target.progress(NOW - 630.0)
+    target.runs(NOW - 10.0, 10.0)
+    target.runs(NOW, 10.0)
+    # Since before the pause of 610 seconds.
+    target.look(scene(going(0, "forward", 7, 620.0), stages=1), 0.1, measured)
+    assert not target.due(NOW + 49.0)
+    assert target.due(NOW + 50.0)
 
 
 def test_one_stage_beyond_its_patience_is_enough_while_another_computes_on() -> None:
@@ -101,7 +166,7 @@ def test_a_stage_between_two_activities_is_at_work() -> None:
         return scene(Timeline(0, NOW, [ended]), stages=1)
 
     target = watch()
-    target.look(after(59.0), 0.0)
+    target.look(after(59.0), 0.0, measured)
     assert not target.due(NOW)
     line = str(stall(target, after(60.0)))
     assert "stage 0 has done nothing since wait for activations of 7, for 60.0 s" in line

@@ -12,6 +12,7 @@ from headrace.engine.step_cost import (
     StepWork,
     chunk_attended,
     dearest,
+    prior_cost,
     total_work,
 )
 
@@ -159,3 +160,33 @@ def test_a_few_steps_of_another_size_tell_the_fixed_part_from_the_rows(
     for rows in (32, 64):
         predicted = fit.cost.seconds(StepWork(rows, rows * 240, rows)) * 1e3
         assert predicted == pytest.approx(fixed_ms + per_row_ms * rows, rel=0.04)
+
+
+def test_the_prior_grows_with_the_stages_weights_and_its_arithmetic() -> None:
+    assert prior_cost(1000, 1000) == PRIOR
+    # 13 billion parameters, in bfloat16 and in four bits.
+    chunk = StepWork(512, 512 * 256, 1)
+    plain, packed = prior_cost(26 * 10**9, 13 * 10**9), prior_cost(7 * 10**9, 13 * 10**9)
+    assert plain.seconds(chunk) > 90 * PRIOR.seconds(chunk)
+    assert packed.seconds(chunk) > 90 * PRIOR.seconds(chunk)
+
+
+def test_a_slow_machine_is_known_by_its_first_step_for_all_kinds_of_work() -> None:
+    fit = CostFit(PRIOR)
+    fit.add(StepWork(1, 1, 1), 40 * PRIOR.seconds(StepWork(1, 1, 1)))
+    chunk = StepWork(512, 512 * 256, 1)
+    assert fit.cost.seconds(chunk) == pytest.approx(40 * PRIOR.seconds(chunk), rel=0.1)
+
+
+def test_work_is_measured_once_a_step_of_its_kind_and_about_its_size_was() -> None:
+    fit = CostFit()
+    decode, chunk = StepWork(4, 400, 4), StepWork(512, 512 * 256, 0)
+    assert not fit.measured(decode)
+    fit.add(decode, 0.1)
+    assert fit.measured(decode)
+    assert fit.measured(StepWork(8, 800, 8))
+    assert not fit.measured(StepWork(4, 900, 4))
+    assert not fit.measured(chunk)
+    fit.add(chunk, 1.0)
+    assert fit.measured(chunk)
+    assert fit.measured(StepWork(500, 100_000, 4))

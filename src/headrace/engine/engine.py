@@ -18,7 +18,7 @@ from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Accepted, Scheduler
 from headrace.engine.stage_usage import StageUsage
 from headrace.engine.stall import LINES_SHOWN, Scene, StallWatch
-from headrace.engine.step_cost import CostFit, StepCost, StepWork, dearest
+from headrace.engine.step_cost import PRIOR, CostFit, StepCost, StepWork, dearest
 from headrace.engine.stop_strings import StopStrings
 from headrace.errors import UsageError
 from headrace.protocol.checks import check_type
@@ -69,7 +69,8 @@ class Engine:
     seconds, is how long nothing may come while a step is in flight, unless a stage computes.
     max_logprobs: of one position that a request may ask for, -1 for no limit. tuner: chooses the
     number of microbatches; None leaves it. priorities: whether a request may have one other than 0.
-    costs: each stage's measured cost of a step.
+    priors: what a step is taken to cost each stage before it was measured. costs: each stage's
+    measured cost of a step.
     detokenizer: makes the texts that callers get; reader: reads single tokens, special ones too.
     """
 
@@ -84,6 +85,7 @@ class Engine:
     tuner: MicrobatchTuner | None = None
     priorities: bool = True
     clock: Callable[[], float] = time.monotonic
+    priors: list[StepCost] = field(default_factory=list)
     usage: list[StageUsage] = field(init=False)
     costs: list[CostFit] = field(init=False)
     link_time: LinkTime = field(init=False)
@@ -101,7 +103,9 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.usage = [StageUsage() for _ in range(self.num_stages)]
-        self.costs = [CostFit() for _ in range(self.num_stages)]
+        priors = self.priors or [PRIOR] * self.num_stages
+        self.costs = [CostFit(prior) for prior in priors]
+        self.scheduler.cost = dearest(priors, StepWork(1, 1, 1))
         most = self.scheduler.num_microbatches if self.tuner is None else self.tuner.most
         self.link_time = LinkTime(self.num_stages, window_of(most, self.num_stages))
         self._stall = StallWatch(self.stall_timeout)
@@ -194,12 +198,15 @@ class Engine:
 
     def step(self, timeout_s: float = 1.0) -> list[OutputDelta]:
         """Send every plan the window has room for, then take what the stages answered."""
+        self._stall.runs(self.clock())
         if not self._works:
             self._stall.progress(self.clock())
         while (plan := self.scheduler.plan()) is not None:
             self._works[plan.step] = self.scheduler.newest_work
             self.pipeline.send(plan)
-        return self._take(self.pipeline.receive(timeout_s)) + self._check_stall()
+        messages = self.pipeline.receive(timeout_s)
+        self._stall.runs(self.clock(), timeout_s)
+        return self._take(messages) + self._check_stall()
 
     def take_result(self, result: Result) -> list[OutputDelta]:
         """What the result of the oldest step in flight brought to whom."""
@@ -324,10 +331,12 @@ class Engine:
         if not self._works or not self._stall.due(self.clock()):
             return []
         timelines = self.pipeline.timelines(LINES_SHOWN, self._stall.answer_s)
+        self._stall.runs(self.clock(), self._stall.answer_s)
         # A step may have ended meanwhile, after which its stages wait with good reason.
         deltas = self._take(self.pipeline.receive(_AFTERTHOUGHT_S))
         # A step is over when every stage has reported on it.
         now, due = self.clock(), next(iter(self._works), None)
+        self._stall.runs(now, _AFTERTHOUGHT_S)
         if due is not None and self._stall.due(now):
             scene = Scene(
                 now=now,
@@ -338,5 +347,10 @@ class Engine:
             )
             works, costs = self._works.values(), [fit.cost for fit in self.costs]
             predicted_s = max((c.seconds(work) for work in works for c in costs), default=0.0)
-            self._stall.look(scene, predicted_s)
+            self._stall.look(scene, predicted_s, self._is_new)
         return deltas
+
+    def _is_new(self, stage: int, step: int) -> bool:
+        """Whether the stage has never been measured at such work as the step's."""
+        work = self._works.get(step)
+        return work is not None and not self.costs[stage].measured(work)

@@ -4,12 +4,17 @@ The stages themselves wait without looking at the clock. Here is who knows what 
 what all the others do.
 """
 
-from collections.abc import Iterable, Mapping
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from headrace.errors import StallError
 from headrace.protocol.messages import Activity, Timeline
+
+_log = logging.getLogger(__name__)
 
 # Activities of each stage that a stall's error shows: about a step's.
 LINES_SHOWN = 8
@@ -18,18 +23,39 @@ _LEAST_PATIENCE_S = 10.0
 _PATIENCE = 20
 # Seconds in which a stage that lives shows its time line, however busy its machine is.
 _LEAST_ANSWER_S, _MOST_ANSWER_S = 1.0, 5.0
+# Seconds of which a stage is not to be blamed for, and how many such pauses are remembered.
+_PAUSE_S = 0.5
+_PAUSES = 64
 
 
 @dataclass
 class StallWatch:
     """Decides when stages that give nothing back are stuck. Moments are on the engine's clock.
 
-    timeout_s: how long nothing may come while a step is in flight, unless a stage computes.
+    timeout_s: how long the engine waits in vain while a step is in flight, unless a stage computes.
+    Time in which the engine itself did not run, or did something else, is not waiting: in a paused
+    container, say, the stages stood still too.
     """
 
     timeout_s: float
     _progress_at: float = field(default=0.0, init=False)
     _look_at: float = field(default=0.0, init=False)
+    _ran_at: float = field(default=math.inf, init=False)
+    # When each pause ended, and its seconds.
+    _pauses: deque[tuple[float, float]] = field(
+        default_factory=lambda: deque(maxlen=_PAUSES), init=False
+    )
+
+    def runs(self, now: float, waited_s: float = 0.0) -> None:
+        """The engine runs at this moment; since it last said so it meant to wait for the stages,
+        for waited_s at most."""
+        lost_s = now - self._ran_at - waited_s
+        self._ran_at = now
+        if lost_s > 0:
+            self._progress_at += lost_s
+            self._look_at += lost_s
+        if lost_s > _PAUSE_S:
+            self._pauses.append((now, lost_s))
 
     def progress(self, now: float) -> None:
         """A stage got on, or there is nothing it could do."""
@@ -45,14 +71,32 @@ class StallWatch:
         """How long to wait for their answers."""
         return min(_MOST_ANSWER_S, max(_LEAST_ANSWER_S, self.timeout_s))
 
-    def look(self, scene: "Scene", predicted_s: float) -> None:
+    def look(self, scene: "Scene", predicted_s: float, is_new: Callable[[int, int], bool]) -> None:
         """Raises StallError, or puts off the next look for the time that stages may still compute.
 
-        predicted_s: of the dearest step in flight, on the slowest stage.
+        predicted_s: of the dearest step in flight, on the slowest stage. is_new: whether a stage
+        was never measured at work such as a step's, so that nobody knows how long that takes.
         """
         patience_s = max(self.timeout_s, _LEAST_PATIENCE_S, _PATIENCE * predicted_s)
-        busy = map(_busy_since, scene.timelines.values())
-        ends = [since + patience_s for since in busy if since is not None]
+        ends = []
+        for stage, timeline in scene.timelines.items():
+            since = _busy_since(timeline)
+            if since is None:
+                continue
+            since += sum(lost_s for at, lost_s in self._pauses if at > since)
+            step = timeline.activities[-1].step
+            if is_new(stage, step):
+                _log.warning(
+                    "stage %d has computed step %d for %.0f s: it is the first of its kind and "
+                    "size, and may take its time",
+                    stage,
+                    step,
+                    scene.now - since,
+                )
+                # Looked at again all the same: it may be stuck behind something else.
+                ends.append(scene.now + self.timeout_s)
+            else:
+                ends.append(since + patience_s)
         if not ends or min(ends) <= scene.now:
             raise _stall_error(scene, scene.now - self._progress_at)
         self._look_at = min(ends)

@@ -1,7 +1,7 @@
 """What a step costs a stage in seconds: a linear model, fitted from measured steps."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -69,6 +69,18 @@ def dearest(costs: Iterable[StepCost], work: StepWork) -> StepCost:
 # as some 30 tokens' arithmetic, a token's attention over 1,000 positions a quarter of that token's
 # products, sampling as much as a token.
 PRIOR = StepCost(fixed=3e-3, per_token=1e-4, per_position=2.5e-8, per_sampled=1e-4)
+# Of that model, SmolLM2-135M: bytes read in a step, products of elements for a token in its layers.
+_PRIOR_BYTES, _PRIOR_PRODUCTS = 269e6, 106e6
+
+
+def prior_cost(weight_bytes: int, products: int) -> StepCost:
+    """The prior of a stage of this size, for no stage less than PRIOR.
+
+    weight_bytes: of all its weights. products: of elements, for a token in its layers.
+    """
+    scale = max(1.0, weight_bytes / _PRIOR_BYTES, products / _PRIOR_PRODUCTS)
+    return StepCost(*(scale * part for part in astuple(PRIOR)))
+
 
 # Steps of similar size remembered.
 _MEMORY = 100
@@ -77,6 +89,8 @@ _PRIOR_WEIGHT = 0.0003
 _SOLVE_EVERY = 32
 # Steps of a new size that are believed, and after each of which the fit is solved at once.
 _NEWS = 4
+# Work up to so many times the most that was measured is foretold, more is guessed.
+_REACH = 2
 # How far one step moves the machine's speed and the typical error, and that error's least.
 _SPEED_STEP = 0.02
 _ERROR_STEP = 0.05
@@ -105,6 +119,7 @@ class CostFit:
         self._sizes: dict[int, list[float]] = {}
         self._steps_of_size: dict[int, int] = {}
         self._steps = 0
+        self._largest = NO_WORK
         self._unsolved = 0
         # The median of the relative error so far, followed step by step, as is the slowness.
         self._typical_error = 0.1
@@ -114,6 +129,7 @@ class CostFit:
         if work.tokens == 0 or seconds <= 0:
             return
         self._steps += 1
+        self._largest = StepWork(*map(max, self._largest, work))
         self._unsolved += 1
         size = work.tokens.bit_length()
         count = self._steps_of_size.get(size, 0) + 1
@@ -140,6 +156,10 @@ class CostFit:
         self._sizes[size] = (
             list(terms) if old is None else [keep * a + b for a, b in zip(old, terms, strict=True)]
         )
+
+    def measured(self, work: StepWork) -> bool:
+        """Whether steps of the kind and about the size of this one were measured."""
+        return all(own <= _REACH * most for own, most in zip(work, self._largest, strict=True))
 
     def _judge(self, work: StepWork, seconds: float) -> tuple[float, float]:
         """The step's weight in the sums, and its seconds at a slowness of 1."""

@@ -41,9 +41,10 @@ from headrace.protocol.messages import (
 from headrace.protocol.plan import Plan
 
 _STAGE_MODULE = "headrace.pipeline.stage_process"
-# Seconds: for a stage to show any progress at start, for the other stages' messages once one has
-# failed, for an ordered stop.
+# Seconds: for a stage to show any progress at start, between two looks at that, for the other
+# stages' messages once one has failed, for an ordered stop.
 _START_DEADLINE = 120.0
+_START_LOOK = 1.0
 _LAST_WORDS = 1.0
 _STOP_GRACE = 5.0
 
@@ -324,18 +325,21 @@ class StageProcesses:
     ) -> list[Loaded]:
         """One message of this kind from every stage, in stage order."""
         got: dict[int, FromStage] = {}
-        deadline = time.monotonic() + _START_DEADLINE
+        # Seconds waited for nothing. What a wait took longer, nobody ran.
+        quiet_s = 0.0
         while len(got) < len(self._stages):
             check()
-            for message in self._receive(1.0):
-                deadline = time.monotonic() + _START_DEADLINE
+            began = time.monotonic()
+            messages = self._receive(_START_LOOK)
+            quiet_s = 0.0 if messages else quiet_s + min(_START_LOOK, time.monotonic() - began)
+            for message in messages:
                 if isinstance(message, Loading):
                     on_progress(message)
                 elif isinstance(message, kind):
                     got[message.stage] = message
                 else:
                     raise StartError(f"unexpected {type(message).__name__} while starting")
-            if time.monotonic() > deadline:
+            if quiet_s > _START_DEADLINE:
                 missing = [s.number for s in self._stages if s.number not in got]
                 raise StartError(
                     f"stages {missing} showed no progress for {_START_DEADLINE:g} s while starting"
