@@ -104,7 +104,7 @@ MUTANTS = [
             "    self._pool.give_back(sequence.blocks)\n"
             "    sequence.blocks = []",
         ),
-        seed=42,
+        seed=44,
     ),
     _mutant(
         "result applied twice",
@@ -137,8 +137,11 @@ MUTANTS = [
     _mutant(
         "preempted sequence admitted again while results are missing",
         "engine.scheduler:Scheduler._plan_chunks",
-        ("if sequence.in_flight or sequence.slot is not None", "if sequence.slot is not None"),
-        seed=12,
+        (
+            "if closed or sequence.in_flight or sequence.slot is not None",
+            "if closed or sequence.slot is not None",
+        ),
+        seed=100,
     ),
     _mutant(
         "sequence that changes groups loses its token",

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from headrace.engine.engine import Engine
+from headrace.engine.limits import SchedulerConfig
 from headrace.engine.microbatch_count import MicrobatchTuner, window_of
 from headrace.engine.outputs import CompletionOutput, OutputDelta
-from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.engine.scheduler import Scheduler
 from headrace.pipeline.executor import ModelExecutor
 from headrace.pipeline.partition import stage_shares
 from headrace.pipeline.virtual_links import VirtualClock, VirtualNetwork

@@ -1,5 +1,6 @@
 """What an engine can be told, with vLLM's names where vLLM has them."""
 
+import math
 import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_type_hints
@@ -30,6 +31,9 @@ class EngineConfig:
     scheduling_policy: fcfs runs requests as they come; priority lets them have a priority.
     prefill_policy: even gives consecutive steps the same cost; budget fills every step up to
         max_num_batched_tokens.
+    max_itl_ms: how long prompts that are read may make a running sequence wait for its next token,
+        by what the engine has learned of its steps' cost; None lets `even` choose: eight times as
+        long as without any prompt.
     block_size: positions in a KV-cache block. enable_prefix_caching: keep blocks of requests that
         ended, for others that begin with the same tokens.
     kv_cache_memory: cache a stage, in bytes or as a text such as 2GiB; None for what
@@ -61,6 +65,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     prefill_policy: PrefillPolicyName = "even"
+    max_itl_ms: float | None = None
     block_size: int = 16
     enable_prefix_caching: bool = True
     kv_cache_memory: int | str | None = None
@@ -106,6 +111,8 @@ class EngineConfig:
             raise UsageError(
                 f"--link-bandwidth-mbps must be above 0, not {self.link_bandwidth_mbps}"
             )
+        if self.max_itl_ms is not None and not 0 < self.max_itl_ms < math.inf:
+            raise UsageError(f"--max-itl-ms must be above 0, not {self.max_itl_ms}")
         if self.max_logprobs < -1:
             raise UsageError(f"--max-logprobs must be at least -1, not {self.max_logprobs}")
         if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:

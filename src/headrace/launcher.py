@@ -29,8 +29,9 @@ from headrace.checkpoint.tokenizer import (
 )
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine, Pipeline
+from headrace.engine.limits import SchedulerConfig
 from headrace.engine.microbatch_count import MicrobatchTuner, window_of
-from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.engine.scheduler import Scheduler
 from headrace.engine.step_cost import StepCost, prior_cost
 from headrace.errors import ModelError, UsageError
 from headrace.kernels import has_native_kernels
@@ -274,6 +275,8 @@ def _engine(
             eos_token_ids=frozenset(model_config.eos_token_ids),
             prefix_caching=config.enable_prefix_caching,
             prefill_policy=config.prefill_policy,
+            num_stages=num_stages,
+            max_itl_s=None if config.max_itl_ms is None else config.max_itl_ms / 1e3,
         ),
         clock,
     )

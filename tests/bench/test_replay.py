@@ -4,8 +4,8 @@ import pytest
 
 from headrace.bench.figures import SETTINGS, Figures, Setting, compare, figures
 from headrace.bench.mixed_load import LoadRequest, LoadShape, capacity, mixed_load
-from headrace.bench.replay import replay, replay_policies
-from headrace.engine.scheduler import SchedulerConfig
+from headrace.bench.replay import replay, replay_orders, replay_policies
+from headrace.engine.limits import SchedulerConfig
 from headrace.engine.step_cost import StepCost, StepWork
 
 FIGURES = {
@@ -37,8 +37,7 @@ def config(num_stages: int) -> SchedulerConfig:
 def test_one_request_alone_takes_a_pass_through_all_stages_for_each_token() -> None:
     """Two stages of a second a step, a prompt of one chunk, three tokens: each takes 2 s."""
     record = replay([LoadRequest(5.0, 10, 3)], config(2), ONE_SECOND, 2)
-    assert record.first_tokens == {0: 7.0}
-    assert record.ends == {0: 11.0}
+    assert record.tokens_at == {0: [7.0, 9.0, 11.0]}
     assert [step.began for step in record.steps] == [[5, 6], [7, 8], [9, 10]]
 
 
@@ -59,7 +58,9 @@ def test_every_request_ends_and_gives_its_tokens_under_each_policy() -> None:
     for name in ("budget", "even"):
         record = replay(load, SchedulerConfig(**vars(config(2)) | {"prefill_policy": name}),
                         StepCost(1e-2, 1e-3, 0.0, 0.0), 2)  # fmt: skip
-        assert record.ends.keys() == set(range(40))
+        assert {n: len(at) for n, at in record.tokens_at.items()} == {
+            n: r.output_length for n, r in enumerate(load)
+        }
         assert sum(n for _, n in record.outputs) == sum(r.output_length for r in load)
 
 
@@ -95,6 +96,36 @@ def test_even_beats_every_budget_in_bubbles() -> None:
     assert all(p.keys() > FIGURES for p in answer["policies"])
     assert answer["even_over_best_of_each_figure"]["bubble_fraction"] < 0.6
     assert {"seed", "load", "requests_per_s", "cost_of_a_stage", "pp"} <= answer.keys()
+
+
+def test_beside_a_long_prompt_short_ones_and_streams_go_on() -> None:
+    """What a prompt of 8,000 tokens does to others, in virtual time; the long one pays little."""
+    answer = replay_orders(num_stages=2, requests=12, max_model_len=8192)
+    assert json.loads(json.dumps(answer)) == answer
+    first_come, shared = answer["orders"]
+    assert first_come["short_ttft_max_s"] > 10
+    assert shared["short_ttft_max_s"] < 1
+    assert shared["long_ttft_ratio"] < 1.15
+    assert shared["stream_gap_beside_max_s"] < first_come["stream_gap_beside_p50_s"] / 4
+    undisturbed = shared["stream_gap_before_p50_s"]
+    assert shared["stream_gap_beside_p50_s"] <= 8 * undisturbed
+
+
+def test_the_smallest_loads_have_figures() -> None:
+    """One step, no bubbles, no time between the arrivals: nothing is divided by zero."""
+    single = figures(
+        costs=[1.0],
+        busy_s=0.0,
+        present_s=0.0,
+        span_s=0.0,
+        output_tokens=0,
+        total_tokens=0,
+        ttft=[1.0],
+    )
+    assert (single.step_cost_cv, single.step_cost_change) == (0.0, 0.0)
+    answer = compare({Setting("budget", 256): single, Setting("even", 512): single})
+    assert answer["even_over_best_budget"]["bubble_fraction"] is None
+    json.dumps(answer, allow_nan=False)
 
 
 def some(bubbles: float, throughput: float, ttft: float) -> Figures:

@@ -4,8 +4,9 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from headrace.engine.engine import Engine
+from headrace.engine.limits import SchedulerConfig
 from headrace.engine.outputs import OutputDelta, readable
-from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.engine.scheduler import Scheduler
 from headrace.engine.step_cost import StepWork
 from headrace.errors import StallError, UsageError
 from headrace.protocol.messages import Activity, Report, Result, Timeline, TokenLogprobs

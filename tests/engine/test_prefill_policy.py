@@ -165,9 +165,57 @@ def test_prompts_that_keep_coming_give_steps_of_one_cost() -> None:
     assert max(steady) < 1.15 * min(steady)
 
 
-def test_with_one_group_nothing_is_spread() -> None:
-    alone = replace(BUSY, num_microbatches=1, max_tokens=8192)
+def test_with_one_group_a_prompt_that_is_not_long_goes_into_one_step() -> None:
+    alone = replace(
+        BUSY, num_microbatches=1, pending=StepWork(600, chunk_attended(0, 600), 1), max_tokens=8192
+    )
     assert granted(prefill_policy("even"), alone) == alone.pending.tokens
+
+
+def step_s(policy: PrefillPolicy, situation: Situation, start: int) -> float:
+    """What the step costs if a long prompt is prefilled from that position."""
+    count = policy.allow(situation).take(start, 10_000)
+    chunk = StepWork(count, chunk_attended(start, count), 0)
+    return situation.cost.seconds(total_work([situation.decode, chunk]))
+
+
+@given(situation=situations(), start=st.integers(0, 100_000))
+def test_prefill_makes_a_step_at_most_eight_times_as_long(situation: Situation, start: int) -> None:
+    cost = situation.cost
+    least = cost.added(StepWork(16, chunk_attended(start, 16), 0))
+    row = cost.added(StepWork(1, 1, 1))
+    undisturbed = cost.fixed + max(cost.added(situation.mean_decode), row)
+    own = cost.fixed + cost.added(situation.decode)
+    step = step_s(prefill_policy("even"), situation, start)
+    assert step <= max(8 * undisturbed, own + least) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["budget", "even"])
+@given(situation=situations(), limit=st.floats(1e-6, 10), start=st.integers(0, 100_000))
+def test_a_limit_is_kept_but_for_a_few_tokens(
+    name: PrefillPolicyName, situation: Situation, limit: float, start: int
+) -> None:
+    limited = replace(situation, max_step_s=limit)
+    cost = situation.cost
+    least = cost.added(StepWork(16, chunk_attended(start, 16), 0))
+    own = cost.fixed + cost.added(situation.decode)
+    step = step_s(prefill_policy(name), limited, start)
+    assert step <= max(limit, own + least) * (1 + 1e-9)
+
+
+def test_a_wide_limit_replaces_the_policys_own() -> None:
+    alone = replace(BUSY, num_microbatches=1, max_tokens=8192, max_step_s=60.0)
+    assert granted(prefill_policy("even"), alone) == alone.pending.tokens
+
+
+def test_eight_times_costs_a_long_prompt_a_seventh_at_most() -> None:
+    """Its time in such steps over the bare time of its tokens, at every depth."""
+    for start in (0, 5000, 50_000):
+        limited = replace(BUSY, num_microbatches=1, max_tokens=10**6)
+        count = prefill_policy("even").allow(limited).take(start, 10**6)
+        bare = chunk_seconds(COST, start, count)
+        whole = COST.fixed + COST.added(DECODE) + bare
+        assert whole / bare <= 8 / 7 + 0.02
 
 
 def test_a_short_prompt_alone_is_not_cut_into_pieces_that_cost_less_than_the_fixed_part() -> None:

@@ -11,8 +11,11 @@ from hypothesis.stateful import (
     rule,
 )
 
+from headrace.engine.limits import SchedulerConfig
+from headrace.engine.prefill_order import FirstCome, PrefillOrder
 from headrace.engine.request import Sequence
-from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.step_cost import StepCost
 from headrace.errors import PipelineError, UsageError
 from headrace.protocol.messages import Result, RowLogprobs, TokenLogprobs
 from headrace.protocol.plan import Plan, TokenRef, Yield
@@ -22,7 +25,7 @@ BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, SEQS, BUDGET = 4, 11, 40, 4, 7
 EOS = 1
 
 
-def scheduler(**changes: Any) -> Scheduler:
+def scheduler(order: PrefillOrder | None = None, **changes: Any) -> Scheduler:
     settings: dict[str, Any] = {
         "max_model_len": MAX_LEN,
         "max_num_seqs": SEQS,
@@ -34,7 +37,7 @@ def scheduler(**changes: Any) -> Scheduler:
         "eos_token_ids": frozenset({EOS}),
         "prefill_policy": "budget",
     }
-    return Scheduler(SchedulerConfig(**{**settings, **changes}))
+    return Scheduler(SchedulerConfig(**{**settings, **changes}), order=order)
 
 
 def sequence(
@@ -64,10 +67,14 @@ class Load(RuleBasedStateMachine):
         ahead=st.integers(1, 3),
         caching=st.booleans(),
         policy=st.sampled_from(["even", "budget"]),
+        first_come=st.booleans(),
     )
-    def start(self, microbatches: int, ahead: int, caching: bool, policy: str) -> None:
+    def start(
+        self, microbatches: int, ahead: int, caching: bool, policy: str, first_come: bool
+    ) -> None:
         self.window = microbatches + ahead
         self.scheduler = scheduler(
+            FirstCome() if first_come else None,
             num_blocks=NUM_BLOCKS,
             num_microbatches=microbatches,
             window=self.window,
@@ -565,8 +572,90 @@ def test_an_unrelated_sequence_goes_ahead_of_one_that_waits_for_its_beginning() 
         engine.add(one)
     first = engine.plan()
     assert first is not None
-    assert [len(row.inputs) for row in first.rows] == [13, 2]
+    assert sorted(len(row.inputs) for row in first.rows) == [2, 13]
     assert follower.slot is None
+
+
+def prefilled(plan: Plan | None) -> dict[int, int]:
+    """Tokens of each sequence's prompt in a step, by its number; all have prompts of one token."""
+    assert plan is not None
+    firsts = [(row.inputs[0], len(row.inputs)) for row in plan.rows]
+    return {first - 100: count for first, count in firsts if isinstance(first, int)}
+
+
+def test_a_short_prompt_goes_before_a_long_one_that_has_begun() -> None:
+    engine = scheduler()
+    engine.add(sequence(0, 30, 2))
+    assert prefilled(engine.plan()) == {0: 7}
+    engine.add(sequence(1, 3, 2))
+    assert prefilled(engine.plan()) == {1: 3, 0: 4}
+
+
+def test_a_better_priority_goes_before_one_that_has_begun() -> None:
+    engine = scheduler()
+    engine.add(sequence(0, 10, 2))
+    assert prefilled(engine.plan()) == {0: 7}
+    engine.add(sequence(1, 20, 2, priority=-1))
+    plans = [prefilled(engine.plan()) for _ in range(3)]
+    assert plans == [{1: 7}, {1: 7}, {1: 6, 0: 1}]
+
+
+def test_a_long_prompt_ends_however_many_short_ones_keep_coming() -> None:
+    """Two short prompts a step would fill every step; the long one has half of them all the same,
+    and then all, until it ends."""
+    engine = scheduler(num_blocks=400, window=1)
+    long = sequence(0, 30, 2, ignore_eos=True)
+    engine.add(long)
+    steps = 0
+    while not long.outputs:
+        for _ in range(2):
+            engine.add(sequence(steps + 1, 6, 1))
+        (plan,) = run(engine, 1)
+        steps += 1
+        assert sum(len(row.inputs) for row in plan.rows) == BUDGET
+        assert steps <= 2 * 30 / BUDGET + 2
+
+
+def test_who_has_no_room_is_passed_by_nobody() -> None:
+    engine = scheduler(num_blocks=10, max_num_batched_tokens=40)
+    first, large, small = sequence(0, 20, 4), sequence(1, 30, 4), sequence(2, 2, 1)
+    engine.add(first)
+    run(engine, 1)
+    engine.add(large)
+    engine.add(small)
+    run(engine, 1)
+    assert (large.slot, small.slot) == (None, None)
+    run(engine, 20)
+    assert all(one.finished for one in (first, large, small))
+
+
+def test_what_the_prefix_cache_has_makes_a_prompt_short() -> None:
+    engine = scheduler()
+    engine.add(sequence(0, [7] * 21, 1))
+    run(engine, 6)
+    engine.add(sequence(1, 12, 1))
+    engine.add(sequence(2, [7] * 21, 1))
+    plan = engine.plan()
+    assert plan is not None
+    assert [(row.inputs[0], len(row.inputs)) for row in plan.rows] == [(7, 1), (101, 6)]
+
+
+@pytest.mark.parametrize(("microbatches", "stages", "steps"), [(1, 1, 1), (2, 4, 4), (6, 2, 6)])
+def test_a_limit_on_the_gap_is_one_on_each_of_the_steps_in_it(
+    microbatches: int, stages: int, steps: int
+) -> None:
+    """A token passes through all stages, and comes back to a group that waits for its turn."""
+    engine = scheduler(
+        num_microbatches=microbatches,
+        num_stages=stages,
+        max_num_batched_tokens=1000,
+        max_model_len=1000,
+        num_blocks=400,
+        max_itl_s=0.1205 * steps,
+    )
+    engine.cost = StepCost(fixed=0.020, per_token=1e-3, per_position=0.0, per_sampled=0.0)
+    engine.add(sequence(0, 900, 2))
+    assert prefilled(engine.plan()) == {0: 100}
 
 
 def test_an_end_before_min_tokens_is_none() -> None:

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from headrace.checkpoint.config import config_from_huggingface
 from headrace.checkpoint.locate import locate_model
+from headrace.engine.limits import SchedulerConfig
 from headrace.engine.request import Sequence
-from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.engine.scheduler import Scheduler
 from headrace.model.llama import load_llama
 from headrace.model.weights import open_tensors
 from headrace.pipeline.executor import ModelExecutor

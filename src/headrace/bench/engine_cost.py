@@ -10,8 +10,9 @@ from headrace.checkpoint.gguf_file import read_gguf
 from headrace.checkpoint.locate import locate_model
 from headrace.checkpoint.tokenizer import tokenizer_of_gguf
 from headrace.engine.engine import Engine
+from headrace.engine.limits import SchedulerConfig
 from headrace.engine.outputs import OutputDelta
-from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.engine.scheduler import Scheduler
 from headrace.protocol import codec
 from headrace.protocol.messages import Report, Result, Timeline
 from headrace.protocol.plan import Plan, row_samples

@@ -65,18 +65,25 @@ def figures(
     ttft: Sequence[float],
 ) -> Figures:
     """Sum up. busy_s: mean over the stages. present_s: time with requests, of span_s in all."""
-    cost = np.array(costs)
+    cost = np.array(costs) if costs else np.zeros(1)
+    # A single step differs from no other.
+    changes = np.abs(np.diff(cost)) if len(cost) > 1 else np.zeros(1)
     return Figures(
         steps=len(costs),
         step_cost_mean_s=float(cost.mean()),
-        step_cost_cv=float(cost.std() / cost.mean()),
-        step_cost_change=float(np.abs(np.diff(cost)).mean() / cost.mean()),
-        bubble_fraction=1 - busy_s / present_s,
-        output_tokens_per_s=output_tokens / span_s,
-        total_tokens_per_s=total_tokens / span_s,
+        step_cost_cv=_over(float(cost.std()), float(cost.mean())) or 0.0,
+        step_cost_change=_over(float(changes.mean()), float(cost.mean())) or 0.0,
+        bubble_fraction=1 - busy_s / present_s if present_s > 0 else 0.0,
+        output_tokens_per_s=_over(output_tokens, span_s) or 0.0,
+        total_tokens_per_s=_over(total_tokens, span_s) or 0.0,
         ttft_p50_s=float(np.quantile(ttft, 0.5)),
         ttft_p99_s=float(np.quantile(ttft, 0.99)),
     )
+
+
+def _over(value: float, other: float) -> float | None:
+    """The ratio; None if there is none."""
+    return value / other if other else None
 
 
 # What the policies are judged by, and whether less is better.
@@ -84,7 +91,8 @@ _JUDGED_BY = {"bubble_fraction": True, "output_tokens_per_s": False, "ttft_p99_s
 
 
 def compare(results: dict[Setting, Figures]) -> dict[str, Any]:
-    """All figures, and, if both policies ran, the even one's over those of the best budget.
+    """All figures, and, if both policies ran, the even one's over those of the best budget (None
+    where that is zero).
 
     The best budget is the one with the fewest bubbles; since another may be better otherwise, the
     ratios to the best of each figure are given as well.
@@ -103,10 +111,10 @@ def compare(results: dict[Setting, Figures]) -> dict[str, Any]:
     }
     if evens:
         answer["even_over_best_budget"] = {
-            name: evens[0][name] / budgets[best][name] for name in _JUDGED_BY
+            name: _over(evens[0][name], budgets[best][name]) for name in _JUDGED_BY
         }
         answer["even_over_best_of_each_figure"] = {
-            name: evens[0][name] / (min if less else max)(b[name] for b in budgets.values())
+            name: _over(evens[0][name], (min if less else max)(b[name] for b in budgets.values()))
             for name, less in _JUDGED_BY.items()
         }
     return answer

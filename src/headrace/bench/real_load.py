@@ -1,4 +1,4 @@
-"""The mixed load in real time on a real model, under each policy."""
+"""Loads in real time on a real model, under each policy or order."""
 
 import random
 import time
@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 
 from headrace.bench.figures import Figures, Setting, compare, figures
+from headrace.bench.long_load import CONTENDERS, Contender, LongFigures, LongLoad
 from headrace.bench.mixed_load import LoadRequest, LoadShape, capacity, mixed_load
+from headrace.bench.running import running_engine
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
+from headrace.engine.scheduler import Scheduler
 from headrace.engine.step_cost import CostFit, StepCost, StepWork
-from headrace.launcher import launch
 from headrace.protocol.sampling_params import SamplingParams
 
 _LONGEST_OUTPUT = 100
 _REQUESTS_TO_CALIBRATE = 12
+_WARM_UP_PROMPTS, _WARM_UP_OUTPUT = (16, 500, 40, 300), 16
 # Decode rows of a step in the load that counts as all that the pipeline can serve.
 _ROWS = 8
 
@@ -49,14 +52,8 @@ def run_policies(
             max_num_batched_tokens=setting.max_num_batched_tokens,
             prefill_policy=setting.prefill_policy,
         )
-        running = launch(config)
-        try:
-            record = _run_load(running.engine, workload)
-        except BaseException:
-            running.stages.close(drain=False)
-            raise
-        running.stages.close(drain=True)
-        return record
+        with running_engine(config, _say_nothing) as running:
+            return _run_load(running.engine, workload)
 
     at_once = [
         replace(r, arrival_s=0.0) for r in mixed_load(shape, _REQUESTS_TO_CALIBRATE, 1, ~seed)
@@ -79,6 +76,66 @@ def run_policies(
         "prediction_error_median": float(np.median(errors)),
         **compare({setting: record.figures() for setting, record in records.items()}),
     }
+
+
+def run_orders(*, model: str, num_stages: int, requests: int, max_model_len: int) -> dict[str, Any]:
+    """The long load, with so many short prompts, under each order, each on a pipeline of its own;
+    as JSON."""
+    load = LongLoad(max_model_len, requests)
+    results = []
+    for contender in CONTENDERS:
+        config = EngineConfig(
+            model=model,
+            pipeline_parallel_size=num_stages,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=contender.setting.max_num_batched_tokens,
+            prefill_policy=contender.setting.prefill_policy,
+        )
+        with running_engine(config, _say_nothing) as running:
+            results.append(_run_long(running.engine, load, contender))
+    return {**load.as_json(results), "pipeline": model, "pp": num_stages}
+
+
+def _run_long(engine: Engine, load: LongLoad, contender: Contender) -> LongFigures:
+    """Run the load on an engine that has not run yet, until all but the streams ended."""
+    engine.scheduler = Scheduler(engine.scheduler.config, engine.clock, contender.order())
+    # What steps cost is known to an engine that has been up for a while.
+    for number, length in enumerate(_WARM_UP_PROMPTS, start=1):
+        engine.add(_prompt(-number, length, engine.vocab_size), _endless(_WARM_UP_OUTPUT))
+    while not engine.settled:
+        engine.step()
+    requests = load.requests()
+    place_of: dict[int, int] = {}
+    tokens_at: dict[int, list[float]] = {}
+    missing = set(load.measured)
+    started = time.monotonic()
+    while missing:
+        now = time.monotonic() - started
+        while len(place_of) < len(requests) and requests[len(place_of)].arrival_s <= now:
+            place = len(place_of)
+            request = requests[place]
+            prompt = _prompt(place, request.prompt_length, engine.vocab_size)
+            place_of[engine.add(prompt, _endless(request.output_length))] = place
+        arrivals = [request.arrival_s for request in requests[len(place_of) :]]
+        deltas = engine.step(min(max(arrivals[0] - now, 0.0), 1.0) if arrivals else 1.0)
+        for delta in deltas:
+            place = place_of[delta.request_id]
+            tokens_at.setdefault(place, []).append(time.monotonic() - started)
+            if delta.finish_reason is not None:
+                missing.discard(place)
+    for number in place_of:
+        engine.abort(number)
+    while not engine.settled:
+        engine.step()
+    return load.figures(contender, tokens_at)
+
+
+def _endless(output_length: int) -> SamplingParams:
+    return SamplingParams(max_tokens=output_length, ignore_eos=True)
+
+
+def _say_nothing(message: str) -> None:
+    """The bench says what it found, not how it loads."""
 
 
 class _ForetellingFit(CostFit):
@@ -145,8 +202,8 @@ def _run_load(engine: Engine, load: Items[LoadRequest]) -> _Record:
         while arrived < len(load) and load[arrived].arrival_s <= now:
             request = load[arrived]
             arrived += 1
-            params = SamplingParams(max_tokens=request.output_length, ignore_eos=True)
-            number = engine.add(_prompt(arrived, request.prompt_length, engine.vocab_size), params)
+            prompt = _prompt(arrived, request.prompt_length, engine.vocab_size)
+            number = engine.add(prompt, _endless(request.output_length))
             waiting_since[number] = request.arrival_s
             if arrived == len(load):
                 record.span_s, record.output_tokens = now, output_tokens

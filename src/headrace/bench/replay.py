@@ -1,14 +1,17 @@
-"""Replays the mixed load on the real scheduler and a virtual pipeline, under each policy."""
+"""Replays loads on the real scheduler and a virtual pipeline, under each policy or order."""
 
 from collections.abc import Sequence as Items
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from headrace.bench.figures import Figures, Setting, compare, figures
+from headrace.bench.long_load import CONTENDERS, LongLoad
 from headrace.bench.mixed_load import LoadRequest, LoadShape, capacity, mixed_load
 from headrace.bench.virtual_pipeline import StepTimes, VirtualPipeline
+from headrace.engine.limits import SchedulerConfig
+from headrace.engine.prefill_order import PrefillOrder
 from headrace.engine.request import Sequence
-from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.engine.scheduler import Scheduler
 from headrace.engine.step_cost import StepCost
 from headrace.protocol.messages import Result
 from headrace.protocol.plan import Plan, Sampling, row_samples, token_count
@@ -24,6 +27,9 @@ _WHOLE_MODEL = StepCost(fixed=18e-3, per_token=232e-6, per_position=40e-9, per_s
 _NUM_BLOCKS, _BLOCK_SIZE = 16384, 16
 _MAX_NUM_SEQS = 256
 _TOKEN = 1
+# SmolLM2-135M in bfloat16 if one slow core ran it all, as the engine fits it: long prompts are made
+# of attention.
+_SMALL_MODEL = StepCost(fixed=38e-3, per_token=420e-6, per_position=1.15e-6, per_sampled=1.5e-3)
 
 
 def replay_policies(
@@ -34,13 +40,7 @@ def replay_policies(
     load: the arrival rate over what a pipeline without bubbles could serve with all slots taken.
     """
     shape = LoadShape()
-    # Sampling is the last stage's alone, but the dearest stage sets the pace.
-    cost = StepCost(
-        fixed=_WHOLE_MODEL.fixed / num_stages,
-        per_token=_WHOLE_MODEL.per_token / num_stages,
-        per_position=_WHOLE_MODEL.per_position / num_stages,
-        per_sampled=_WHOLE_MODEL.per_sampled,
-    )
+    cost = _of_a_stage(_WHOLE_MODEL, num_stages)
     rate = load * capacity(shape, cost, _MAX_NUM_SEQS // num_stages)
     workload = mixed_load(shape, requests, rate, seed)
     results = {}
@@ -56,6 +56,7 @@ def replay_policies(
             eos_token_ids=frozenset(),
             prefix_caching=False,
             prefill_policy=setting.prefill_policy,
+            num_stages=num_stages,
         )
         results[setting] = replay(workload, config, cost, num_stages).figures()
     return {
@@ -73,14 +74,53 @@ def replay_policies(
     }
 
 
+def replay_orders(*, num_stages: int, requests: int, max_model_len: int) -> dict[str, Any]:
+    """The long load, with so many short prompts, under each order; as JSON."""
+    load = LongLoad(max_model_len, requests)
+    cost = _of_a_stage(_SMALL_MODEL, num_stages)
+    results = []
+    for contender in CONTENDERS:
+        config = SchedulerConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=_MAX_NUM_SEQS,
+            max_num_batched_tokens=contender.setting.max_num_batched_tokens,
+            block_size=_BLOCK_SIZE,
+            num_blocks=_NUM_BLOCKS,
+            num_microbatches=num_stages,
+            window=num_stages + 2,
+            eos_token_ids=frozenset(),
+            prefix_caching=False,
+            prefill_policy=contender.setting.prefill_policy,
+            num_stages=num_stages,
+        )
+        record = replay(load.requests(), config, cost, num_stages, contender.order())
+        results.append(load.figures(contender, record.tokens_at))
+    return {
+        **load.as_json(results),
+        "pipeline": "virtual",
+        "pp": num_stages,
+        "cost_of_a_stage": asdict(cost),
+    }
+
+
+def _of_a_stage(whole: StepCost, num_stages: int) -> StepCost:
+    """Sampling is the last stage's alone, but the dearest stage sets the pace."""
+    return StepCost(
+        fixed=whole.fixed / num_stages,
+        per_token=whole.per_token / num_stages,
+        per_position=whole.per_position / num_stages,
+        per_sampled=whole.per_sampled,
+    )
+
+
 @dataclass
 class Replay:
-    """What happened, in virtual seconds. outputs: (when, how many) tokens were accepted."""
+    """What happened, in virtual seconds. tokens_at: when each request's tokens were accepted.
+    outputs: (when, how many) of all."""
 
     load: Items[LoadRequest]
     num_stages: int
-    first_tokens: dict[int, float] = field(default_factory=dict)
-    ends: dict[int, float] = field(default_factory=dict)
+    tokens_at: dict[int, list[float]] = field(default_factory=dict)
     steps: list[StepTimes] = field(default_factory=list)
     inputs: list[tuple[float, int]] = field(default_factory=list)
     outputs: list[tuple[float, int]] = field(default_factory=list)
@@ -88,7 +128,7 @@ class Replay:
     def figures(self) -> Figures:
         """Summed up between the first arrival and the last."""
         first, last = self.load[0].arrival_s, self.load[-1].arrival_s
-        stays = [(r.arrival_s, self.ends[n]) for n, r in enumerate(self.load)]
+        stays = [(r.arrival_s, self.tokens_at[n][-1]) for n, r in enumerate(self.load)]
         busy = sum(
             _overlap(began, began + step.cost, first, last)
             for step in self.steps
@@ -103,16 +143,23 @@ class Replay:
             span_s=last - first,
             output_tokens=output_tokens,
             total_tokens=input_tokens,
-            ttft=[self.first_tokens[n] - r.arrival_s for n, r in enumerate(self.load)],
+            ttft=[self.tokens_at[n][0] - r.arrival_s for n, r in enumerate(self.load)],
         )
 
 
 def replay(
-    load: Items[LoadRequest], config: SchedulerConfig, cost: StepCost, num_stages: int
+    load: Items[LoadRequest],
+    config: SchedulerConfig,
+    cost: StepCost,
+    num_stages: int,
+    order: PrefillOrder | None = None,
 ) -> Replay:
-    """Run the load to its end. The scheduler plans whenever its window has room, at once."""
+    """Run the load to its end. The scheduler plans whenever its window has room, at once.
+
+    order: of prefill; None for the scheduler's own.
+    """
     now = 0.0
-    scheduler = Scheduler(config, clock=lambda: now)
+    scheduler = Scheduler(config, clock=lambda: now, order=order)
     scheduler.cost = cost
     pipeline = VirtualPipeline(num_stages, cost)
     plans: dict[int, Plan] = {}
@@ -145,10 +192,7 @@ def _take_result(scheduler: Scheduler, plan: Plan, step: StepTimes, record: Repl
     tokens = [[_TOKEN] if row_samples(row) else [] for row in plan.rows]
     accepted = scheduler.take_result(Result(plan.epoch, plan.step, tokens, []))
     for entry in accepted:
-        number = entry.sequence.request_id
-        record.first_tokens.setdefault(number, step.ended)
-        if entry.sequence.finished:
-            record.ends[number] = step.ended
+        record.tokens_at.setdefault(entry.sequence.request_id, []).append(step.ended)
     if plan.rows:
         record.steps.append(step)
         record.inputs.append((step.ended, token_count(plan)))

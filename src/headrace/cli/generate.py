@@ -71,6 +71,7 @@ def generate(
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = 512,
     prefill_policy: options.PrefillPolicy = "even",
+    max_itl_ms: options.MaxItlMs = None,
     block_size: options.BlockSize = 16,
     kv_cache_memory: options.KvCacheMemory = None,
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.5,

@@ -34,6 +34,12 @@ SchedulingPolicy = Annotated[
 PrefillPolicy = Annotated[
     str, typer.Option(help="even: steps of the same cost; budget: always as many tokens.")
 ]
+MaxItlMs = Annotated[
+    float | None,
+    typer.Option(
+        help="The most between two tokens while prompts are read; default: 8 times without any."
+    ),
+]
 BlockSize = Annotated[int, typer.Option(help="Positions in a KV-cache block.")]
 GpuMemoryUtilization = Annotated[
     float,

@@ -82,6 +82,7 @@ def serve(
     max_num_batched_tokens: options.MaxNumBatchedTokens = 512,
     scheduling_policy: options.SchedulingPolicy = "fcfs",
     prefill_policy: options.PrefillPolicy = "even",
+    max_itl_ms: options.MaxItlMs = None,
     block_size: options.BlockSize = 16,
     kv_cache_memory: options.KvCacheMemory = None,
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.5,

@@ -143,7 +143,7 @@ class Engine:
         params = prepared.params
         limit = self.scheduler.config.max_model_len
         max_outputs = limit if params.max_tokens is None else params.max_tokens
-        self.scheduler.check(len(prompt), max_outputs)
+        self.scheduler.config.check(len(prompt), max_outputs)
         request_id = self._next_request
         self._next_request += 1
         seed = params.seed

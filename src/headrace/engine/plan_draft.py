@@ -1,9 +1,12 @@
 """The plan that is being made, row by row, and what is kept of it until its result arrives."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from headrace.engine.request import Sequence
 from headrace.engine.step_cost import StepWork, chunk_attended
+from headrace.errors import PipelineError
+from headrace.protocol.messages import Result, RowLogprobs
 from headrace.protocol.plan import (
     Admission,
     BlocksAppended,
@@ -13,6 +16,10 @@ from headrace.protocol.plan import (
     TokenRules,
     Yield,
 )
+
+# Of a sequence's row: its token, if it samples one; its report, if it has one, and the first
+# position of the prompt logprobs in it.
+RowResult = tuple[Sequence, int | None, RowLogprobs | None, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +32,38 @@ class StepInFlight:
     samples: list[bool]
     starts: dict[int, int]
 
+    def matched(self, result: Result) -> Iterator[RowResult]:
+        """What each row brought. Raises PipelineError if the result does not fit the plan."""
+        if len(result.tokens) != len(self.rows):
+            raise PipelineError(
+                f"the result of step {self.step} has {len(result.tokens)} rows, "
+                f"its plan had {len(self.rows)}"
+            )
+        reports = {entry.row: entry for entry in result.logprobs}
+        for row, (sequence, samples, tokens) in enumerate(
+            zip(self.rows, self.samples, result.tokens, strict=True)
+        ):
+            if len(tokens) != samples:
+                raise PipelineError(
+                    f"a row of step {self.step} gave {len(tokens)} tokens against its plan"
+                )
+            token = tokens[0] if samples else None
+            report = reports.get(row) if reports else None
+            yield sequence, token, report, self.starts.get(row, 0) if report else 0
+
 
 @dataclass(slots=True)
 class PlanDraft:
     """Keeps what sequences have planned in step with the rows it is given.
 
-    group: whose turn it is; decode_rows: how many of the rows decode, all of that group.
+    group: whose turn it is; decode_rows: how many of the rows decode, all of that group. chunks:
+    the tokens of each sequence whose prefill the step carries.
     """
 
     step: int
     group: int = 0
     decode_rows: int = 0
+    chunks: dict[Sequence, int] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     appended: list[BlocksAppended] = field(default_factory=list)
@@ -70,6 +98,7 @@ class PlanDraft:
         self.rows.append(Row(sequence.slot, inputs, start, yields))
         sequence.planned_positions = end
         self._note(sequence, samples=last)
+        self.chunks[sequence] = count
         self._tokens += count
         self._attended += chunk_attended(start, count)
         return last

@@ -18,7 +18,7 @@ class Situation:
     sequences and of waiting ones as far as there are slots and blocks for them (else those would
     call for large steps that nothing can fill). free_fraction: cache blocks that could be given out
     now, of all. cost: the dearest stage's. max_tokens: the most tokens a step may have, decode rows
-    included.
+    included. max_step_s: the most seconds that it may take; None for what the policy finds right.
     """
 
     decode: StepWork
@@ -28,6 +28,7 @@ class Situation:
     free_fraction: float
     cost: StepCost
     max_tokens: int
+    max_step_s: float | None = None
 
 
 @dataclass
@@ -45,13 +46,13 @@ class StepAllowance:
     def take(self, start: int, wanted: int) -> int:
         """How many of a sequence's next `wanted` tokens fit, the first at position `start`.
 
-        They are deducted. 0: the step is full.
+        They are deducted, and a sampled row if they are all. 0: the step is full.
         """
         count = max(0, min(wanted, self.tokens))
         if self._seconds(start, count) > max(self.seconds, 0.0):
             count = min(count, max(self._fitting(start), self.least))
         self.tokens -= count
-        self.seconds -= self._seconds(start, count)
+        self.seconds -= self._seconds(start, count) + self.cost.per_sampled * (count == wanted)
         self.least = max(0, self.least - count)
         return count
 
@@ -65,6 +66,10 @@ class StepAllowance:
         curve = self.cost.per_position / 2
         slope = self.cost.per_token + self.cost.per_position * (start + 0.5)
         return int(2 * seconds / (slope + math.sqrt(slope**2 + 4 * curve * seconds)))
+
+
+# What a step takes at least if anything is pending and it has room.
+_LEAST_TOKENS = 16
 
 
 class PrefillPolicy(Protocol):
@@ -83,9 +88,11 @@ class BudgetPolicy:
     """Fills every step up to max_tokens: the chunked prefill that engines commonly have."""
 
     def allow(self, situation: Situation) -> StepAllowance:
-        """max_tokens less the decode rows, whatever it costs."""
+        """max_tokens less the decode rows, whatever it costs unless there is a limit."""
         tokens = situation.max_tokens - situation.decode.tokens
-        return StepAllowance(tokens, math.inf, situation.cost)
+        limit_s = math.inf if situation.max_step_s is None else situation.max_step_s
+        own_s = situation.cost.fixed + situation.cost.added(situation.decode)
+        return StepAllowance(tokens, limit_s - own_s, situation.cost, _LEAST_TOKENS)
 
 
 # Within how many turns of all groups what is pending should be gone at the latest. More is more
@@ -94,8 +101,9 @@ class BudgetPolicy:
 _HORIZON_TURNS = 6
 # Below this part of free cache, prefill is held back in proportion.
 _AMPLE_CACHE = 0.2
-# What a step takes at least if anything is pending and it has room.
-_LEAST_TOKENS = 16
+# How many times what a step without prefill takes one with prefill may take. See "Even steps" in
+# docs/architecture.md.
+_MOST_TIMES_DECODE = 8
 
 
 @dataclass
@@ -123,7 +131,7 @@ class EvenPolicy:
         highest = decode_s + pending_s / turn
         self._target_s = min(max(self._target_s, lowest), highest)
         # A step that is mostly its fixed part wastes it.
-        target_s = max(self._target_s, 2 * cost.fixed)
+        target_s = min(max(self._target_s, 2 * cost.fixed), self._most_s(situation))
         throttle = min(1.0, situation.free_fraction / _AMPLE_CACHE)
         own_s = cost.fixed + cost.added(situation.decode)
         return StepAllowance(
@@ -132,3 +140,11 @@ class EvenPolicy:
             cost=cost,
             least=_LEAST_TOKENS,
         )
+
+    def _most_s(self, situation: Situation) -> float:
+        """The longest step that those who decode, and whoever comes next, should have to bear."""
+        if situation.max_step_s is not None:
+            return situation.max_step_s
+        cost, row = situation.cost, StepWork(1, 1, 1)
+        decode_s = max(cost.added(situation.mean_decode), cost.added(row))
+        return _MOST_TIMES_DECODE * (cost.fixed + decode_s)

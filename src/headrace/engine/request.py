@@ -4,10 +4,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from headrace.engine.shared_rules import SharedRules
+from headrace.protocol.messages import TokenLogprobs
 from headrace.protocol.plan import Sampling, TokenRef
 from headrace.protocol.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
+# Why, and the token or string that stopped it, if one of the request's did.
+End = tuple[FinishReason, int | str | None]
 
 
 @dataclass(eq=False, slots=True)
@@ -28,6 +31,8 @@ class Sequence:
     prefix-cache keys of its full blocks of known tokens, as far as worked out; published: how
     many of its blocks are in the prefix cache. prompt_logprobs: how many prompt tokens after the
     first have theirs. cached_tokens: positions that its first admission found in the prefix cache.
+    expected_prefill: while it waits, the tokens that it will probably have to compute.
+    owed_prefill: how many more tokens others had than it while it was first in line.
     queued_at, admitted_at: when it came and when it first had a slot, on the scheduler's clock.
     """
 
@@ -52,6 +57,8 @@ class Sequence:
     published: int = 0
     prompt_logprobs: int = 0
     cached_tokens: int | None = None
+    expected_prefill: int = 0
+    owed_prefill: int = 0
     queued_at: float = 0.0
     admitted_at: float | None = None
     finish_reason: FinishReason | None = None
@@ -79,6 +86,22 @@ class Sequence:
     def prefill_left(self) -> int:
         """Tokens to be prefilled that are in no plan yet."""
         return len(self.known) - self.planned_positions
+
+    def end_at(self, token: int, eos_token_ids: frozenset[int]) -> End | None:
+        """How its newest token ends it, if it does."""
+        params, count = self.params, len(self.outputs)
+        if count >= params.min_tokens:
+            if token in eos_token_ids and not params.ignore_eos:
+                return "stop", None
+            if token in self.stop_tokens:
+                return "stop", token
+        return ("length", None) if count >= self.max_outputs else None
+
+    def new_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Those not had before a preemption. entries: of prompt tokens start + 1 and on."""
+        new = entries[max(0, self.prompt_logprobs - start) :]
+        self.prompt_logprobs += len(new)
+        return new
 
     @property
     def wants_prompt_logprobs(self) -> bool:

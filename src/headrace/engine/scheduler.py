@@ -4,19 +4,15 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
 from headrace.engine.block_pool import BlockPool
+from headrace.engine.limits import SchedulerConfig
 from headrace.engine.microbatches import Microbatches
 from headrace.engine.plan_draft import PlanDraft, StepInFlight
-from headrace.engine.prefill_policy import (
-    PrefillPolicyName,
-    Situation,
-    StepAllowance,
-    prefill_policy,
-)
+from headrace.engine.prefill_order import PrefillOrder, ShortestFirst
+from headrace.engine.prefill_policy import Situation, StepAllowance, prefill_policy
 from headrace.engine.prefix_cache import PrefixCache
 from headrace.engine.request import FinishReason, Sequence
 from headrace.engine.shared_rules import RulesOnStage
@@ -29,30 +25,9 @@ from headrace.engine.step_cost import (
     total_work,
 )
 from headrace.engine.waiting import WaitingQueue, by_rank
-from headrace.errors import PipelineError, UsageError
+from headrace.errors import PipelineError
 from headrace.protocol.messages import Result, TokenLogprobs
 from headrace.protocol.plan import Admission, BlocksAppended, Plan, TokenRef
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """Limits of the scheduler; tokens and sequences are counts, window is in steps.
-
-    num_microbatches and window are those at the start.
-    """
-
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-    num_blocks: int
-    num_microbatches: int
-    window: int
-    eos_token_ids: frozenset[int]
-    prefix_caching: bool = True
-    prefill_policy: PrefillPolicyName = "even"
-    epoch: int = 0
-
 
 # Waiting sequences that a plan passes over because their beginning is being computed: looking at
 # each costs some microseconds.
@@ -72,7 +47,7 @@ class Accepted(msgspec.Struct, frozen=True, gc=False):
 
 
 class Scheduler:
-    """First come, first served within a priority; decode rows before prefill chunks.
+    """Decode rows before prefill chunks; better priorities first; in each, see PrefillOrder.
 
     Other threads may read counts (steps_in_flight, newest_step, num_*, slots_used, blocks_used,
     prefix_cache_*, preemptions) at any time; between two plans they may be off by what just moves.
@@ -83,7 +58,10 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
+        self,
+        config: SchedulerConfig,
+        clock: Callable[[], float] = time.monotonic,
+        order: PrefillOrder | None = None,
     ) -> None:
         self.config = config
         # What steps cost the slowest stage: the engine keeps it up to date from reports.
@@ -92,6 +70,7 @@ class Scheduler:
         self._clock = clock
         self._pool = BlockPool(config.num_blocks)
         self._policy = prefill_policy(config.prefill_policy)
+        self._order = ShortestFirst() if order is None else order
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._cache = PrefixCache(self._pool, config.block_size, config.prefix_caching)
         self._rules = RulesOnStage()
@@ -180,7 +159,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; raises UsageError if it could never run."""
-        self.check(len(sequence.prompt), sequence.max_outputs)
+        self.config.check(len(sequence.prompt), sequence.max_outputs)
         sequence.max_outputs = min(
             sequence.max_outputs, self.config.max_model_len - len(sequence.prompt)
         )
@@ -188,24 +167,7 @@ class Scheduler:
         sequence.arrival = self._arrivals
         sequence.queued_at = self._clock()
         self._arrivals += 1
-        self._waiting.push(sequence)
-
-    def check(self, prompt_length: int, max_outputs: int) -> None:
-        """Raises UsageError, with the reason, for a sequence that could never run."""
-        limit = self.config.max_model_len
-        if prompt_length == 0:
-            raise UsageError("the prompt is empty: give it at least one token")
-        if prompt_length >= limit:
-            raise UsageError(
-                f"the prompt has {prompt_length} tokens, which leaves no room for output: "
-                f"--max-model-len is {limit}"
-            )
-        needed = self._blocks_for(min(limit, prompt_length + max_outputs) - 1)
-        if needed > self._pool.num_blocks:
-            raise UsageError(
-                f"the request needs {needed} cache blocks, the whole cache has "
-                f"{self._pool.num_blocks}: lower max_tokens or raise --kv-cache-memory"
-            )
+        self._wait(sequence)
 
     def finish(
         self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None
@@ -247,46 +209,33 @@ class Scheduler:
         if result.step != due:
             raise PipelineError(f"got the result of step {result.step}, due was step {due}")
         flight = self._in_flight.popleft()
-        if len(result.tokens) != len(flight.rows):
-            raise PipelineError(
-                f"the result of step {result.step} has {len(result.tokens)} rows, "
-                f"its plan had {len(flight.rows)}"
-            )
-        reports = {entry.row: entry for entry in result.logprobs}
         size = self.config.block_size
         accepted = []
-        for row, (sequence, samples, tokens) in enumerate(
-            zip(flight.rows, flight.samples, result.tokens, strict=True)
-        ):
-            if len(tokens) != samples:
-                raise PipelineError(
-                    f"a row of step {result.step} gave {len(tokens)} tokens against its plan"
-                )
+        for sequence, token, report, start in flight.matched(result):
             sequence.in_flight -= 1
             if sequence.finish_reason is not None:
                 continue
             own, of_prompt = None, None
-            if reports and row in reports:
-                own = reports[row].sampled
-                of_prompt = self._new_prompt_logprobs(
-                    sequence, flight.starts.get(row, 0), reports[row].prompt
-                )
-            if not samples:
+            if report is not None:
+                own = report.sampled
+                of_prompt = sequence.new_prompt_logprobs(start, report.prompt)
+            if token is None:
                 if of_prompt:
                     accepted.append(Accepted(sequence, None, None, of_prompt))
                 continue
-            (token,) = tokens
             if sequence.slot is None:
                 self._waiting.remove(sequence)
                 sequence.outputs.append(token)
-                self._waiting.push(sequence)
+                self._wait(sequence)
             else:
                 sequence.outputs.append(token)
                 # Spares a call for nearly every token.
                 if sequence.planned_positions // size > sequence.published:
                     self._cache.token_accepted(sequence)
             accepted.append(Accepted(sequence, token, own, of_prompt))
-            self._check_stop(sequence, token)
+            end = sequence.end_at(token, self.config.eos_token_ids)
+            if end is not None:
+                self.finish(sequence, *end)
         return accepted
 
     # What a step carries
@@ -337,31 +286,51 @@ class Scheduler:
         return bool(self._prefilling) or bool(self._waiting and self._free_slots)
 
     def _plan_chunks(self, draft: PlanDraft) -> None:
-        """Prefill chunks, as much as the policy allows: of running sequences, then of new ones."""
+        """Prefill chunks, as much as the policy allows, in the order that shares it out."""
         allowance = self._policy.allow(self._situation(draft))
-        for sequence in list(self._prefilling):
+        places = len(self._free_slots)
+        admissible = places + _MOST_POSTPONED if places else 0
+        postponed: set[Sequence] = set()
+        closed: bool | None = None
+        for sequence in self._order.turns(self._prefilling, self._waiting, admissible):
             # Making room for an older one may have preempted it.
-            if sequence in self._prefilling and not self._plan_chunk(draft, sequence, allowance):
-                return
-        postponed = 0
-        while self._free_slots and postponed < min(len(self._waiting), _MOST_POSTPONED):
-            sequence = self._waiting[postponed]
-            if sequence.in_flight or sequence.slot is not None:
-                # Preempted a moment ago; whoever came later waits behind it.
-                return
+            if sequence in self._prefilling:
+                if not self._plan_chunk(draft, sequence, allowance):
+                    break
+                continue
+            if closed is None:
+                closed = self._oldest_waits_for_room()
+            if closed or sequence.in_flight or sequence.slot is not None:
+                continue
             cached = self._cache.find(sequence)
             if self._cache.begins_in_this_step(sequence, len(cached)):
                 # In the next step more of its beginning is there for free.
-                postponed += 1
+                postponed.add(sequence)
+                closed = len(postponed) == _MOST_POSTPONED
+                continue
+            if not self._free_slots or not self._has_room_for(sequence, cached):
+                closed = True
                 continue
             start = len(cached) * self.config.block_size
-            if not self._has_room_for(sequence, cached):
-                return
             count = allowance.take(start, sequence.length - start)
             if count == 0:
-                return
+                break
             self._admit(draft, sequence, cached)
             self._add_chunk(draft, sequence, count)
+        self._order.planned(draft.chunks, postponed)
+
+    def _oldest_waits_for_room(self) -> bool:
+        """Whether the first in line, by rank, cannot be admitted: then nobody passes it, or there
+        might never be room."""
+        oldest = self._waiting.oldest
+        if oldest is None:
+            return False
+        if oldest.in_flight or oldest.slot is not None:
+            # Preempted a moment ago.
+            return True
+        cached = self._cache.find(oldest)
+        begins = self._cache.begins_in_this_step(oldest, len(cached))
+        return not begins and not self._has_room_for(oldest, cached)
 
     def _situation(self, draft: PlanDraft) -> Situation:
         groups = self.decode_work
@@ -377,7 +346,15 @@ class Scheduler:
             free_fraction=self._pool.free / self._pool.num_blocks,
             cost=self.cost,
             max_tokens=self.config.max_num_batched_tokens,
+            max_step_s=self._max_step_s,
         )
+
+    @property
+    def _max_step_s(self) -> float | None:
+        """What a step may take so that no sequence waits longer than allowed for its next token: a
+        group's next step comes after one of each group, and a token passes through all stages."""
+        limit = self.config.max_itl_s
+        return None if limit is None else limit / max(self._groups.count, self.config.num_stages)
 
     @property
     def _admissible_work(self) -> StepWork:
@@ -390,12 +367,13 @@ class Scheduler:
         return StepWork(*(int(part * share) for part in waiting))
 
     def _plan_chunk(self, draft: PlanDraft, sequence: Sequence, allowance: StepAllowance) -> bool:
-        """A further chunk of a sequence that is being prefilled; False if there was no room."""
+        """A further chunk of a sequence that is being prefilled, if there are blocks for it; False
+        if the step can take no more."""
         start = sequence.planned_positions
         room = (len(sequence.blocks) + self._pool.free) * self.config.block_size - start
         if room == 0:
             self._make_room(sequence)
-            return False
+            return True
         count = allowance.take(start, min(room, sequence.prefill_left))
         if count == 0:
             return False
@@ -412,6 +390,11 @@ class Scheduler:
             self._groups.join(sequence, draft.group)
 
     # Who runs
+
+    def _wait(self, sequence: Sequence) -> None:
+        """Put it in line; what the prefix cache has of it now counts as done."""
+        cached = len(self._cache.find(sequence)) * self.config.block_size
+        self._waiting.push(sequence, sequence.length - cached)
 
     def _admit(self, draft: PlanDraft, sequence: Sequence, cached: list[int]) -> None:
         self._waiting.remove(sequence)
@@ -460,12 +443,9 @@ class Scheduler:
 
     # Blocks
 
-    def _blocks_for(self, positions: int) -> int:
-        return -(-positions // self.config.block_size)
-
     def _append_blocks(self, draft: PlanDraft, sequence: Sequence, tokens: int) -> bool:
         """Blocks for the next tokens; False, with room on the way, if there are not enough."""
-        missing = self._blocks_for(sequence.planned_positions + tokens) - len(sequence.blocks)
+        missing = self.config.blocks_for(sequence.planned_positions + tokens) - len(sequence.blocks)
         if missing > self._pool.free:
             self._make_room(sequence)
             return False
@@ -484,33 +464,14 @@ class Scheduler:
         newest = max([*self._prefilling, *self._groups.all()], key=by_rank)
         if newest is not sequence:
             self._stop_running(newest)
-            self._waiting.push(newest)
+            self._wait(newest)
             self.preemptions += 1
 
     def _has_room_for(self, sequence: Sequence, cached: list[int]) -> bool:
         """Whether its whole prefill fits, with what others still need for theirs and a block for
         each row that decodes: admitting a sequence is not to preempt it soon after."""
-        promised = sum(self._blocks_for(len(s.known)) - len(s.blocks) for s in self._prefilling)
-        needed = self._blocks_for(sequence.length) - len(cached)
+        promised = sum(
+            self.config.blocks_for(len(s.known)) - len(s.blocks) for s in self._prefilling
+        )
+        needed = self.config.blocks_for(sequence.length) - len(cached)
         return needed + promised + self._groups.decoding <= self._pool.free_after_sharing(cached)
-
-    # Results
-
-    def _new_prompt_logprobs(
-        self, sequence: Sequence, start: int, entries: list[TokenLogprobs]
-    ) -> list[TokenLogprobs]:
-        """Those not had before a preemption. entries: of prompt tokens start + 1 and on."""
-        new = entries[max(0, sequence.prompt_logprobs - start) :]
-        sequence.prompt_logprobs += len(new)
-        return new
-
-    def _check_stop(self, sequence: Sequence, token: int) -> None:
-        params = sequence.params
-        count = len(sequence.outputs)
-        if count >= params.min_tokens:
-            if token in self.config.eos_token_ids and not params.ignore_eos:
-                self.finish(sequence, "stop")
-            elif token in sequence.stop_tokens:
-                self.finish(sequence, "stop", token)
-        if count >= sequence.max_outputs:
-            self.finish(sequence, "length")
