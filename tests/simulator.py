@@ -359,7 +359,7 @@ class Simulation:
             _equal(name + "aborted", request.aborted, True)
             had = expected.tokens[: len(output.token_ids)]
             _equal(name + "tokens", output.token_ids, had)
-            _equal(name + "text", output.text, " ".join(f"t{token}" for token in had))
+            _equal(name + "text", output.text, "".join(f" t{token}" for token in had))
             return
         _equal(name + "tokens", output.token_ids, expected.tokens)
         _equal(name + "text", output.text, expected.text)

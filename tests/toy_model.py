@@ -143,7 +143,8 @@ def expected_answer(
         if (token in eos and not params.ignore_eos) or token in params.stop_token_ids:
             eos_ended = token in eos and not params.ignore_eos
             return Answer(outputs, text, "stop", None if eos_ended else token)
-        text += " " * bool(text) + _word(token)
+        # The answer's text continues the prompt's.
+        text += " " + _word(token)
         ends = [(text.find(stop) + len(stop), stop) for stop in params.stop if stop in text]
         if ends:
             end, stop = min(ends, key=lambda entry: entry[0])
