@@ -14,6 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from headrace.checkpoint.gguf_file import GgufFile, read_gguf
 from headrace.checkpoint.gguf_tokenizer import special_ids, tokenizer_from_gguf
@@ -178,6 +179,46 @@ def test_ids_are_those_of_sentencepiece(tmp_path: Path) -> None:
         assert tokenizer.encode(text).ids == [processor.bos_id(), *processor.encode(text)]
         if "▁" not in text:
             assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+# What the patterns that llama.cpp has for them (src/llama-vocab.cpp), one after another, cut apart.
+@pytest.mark.parametrize(
+    ("pre", "text", "words"),
+    [
+        (
+            "deepseek-llm",
+            "He is 123 years.\r\n",
+            ["He", " is", " ", "123", " years", ".", "\r", "\n"],
+        ),
+        (
+            "deepseek-coder",
+            "He is 123 years.\n",
+            ["He", " is", " ", "1", "2", "3", " years", ".", "\n"],
+        ),
+        ("deepseek-llm", "f(x) = y+1  ", ["f", "(", "x", ")", " =", " y", "+", "1", "  "]),
+        ("deepseek-coder", "f(x) = y+1  ", ["f", "(", "x", ")", " =", " y", "+", "1", "  "]),
+        # The other's word is cut again by the pattern for Chinese.
+        ("deepseek-llm", "a 東京 was", ["a", " ", "東京", " was"]),
+        ("deepseek-coder", "a 東京 was", ["a", " ", "東京", " was"]),
+        # Its punctuation has all ASCII letters, so others are cut out of words.
+        (
+            "deepseek-llm",
+            "naïve\u3000\u3000「x」",
+            ["na", "ï", "ve", "\u3000\u3000", "「", "x", "」"],
+        ),
+        ("deepseek-coder", "여기 여", ["여기", " ", "여"]),
+        ("deepseek-llm", "one\u00a0two", ["one", "\u00a0two"]),
+        ("deepseek-llm", "\uff0c\u3002x", ["\uff0c", "\u3002", "x"]),
+    ],
+)
+def test_deepseeks_words(tmp_path: Path, pre: str, text: str, words: list[str]) -> None:
+    tokenizer = tokenizer_from_gguf(write(tmp_path / "model.gguf", byte_level(pre=pre)))
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    found = [
+        bytes(letters[letter] for letter in word).decode()
+        for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    ]
+    assert found == words
 
 
 def test_control_tokens_can_be_left_out_of_the_text_and_user_defined_ones_stay(
