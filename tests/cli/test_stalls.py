@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -92,6 +93,26 @@ def test_a_stopped_stage_ends_in_an_error_that_names_it_and_the_waits_of_the_oth
         assert all(re.search(r"-?\d+\.\d{3} to +(-?\d+\.\d{3}|now)  \w+", line) for line in lines)
         assert " now  wait for " in lines[-1]
         assert any("forward " in line for line in lines)
+
+
+def test_engine_and_stages_that_are_stopped_together_and_continued_are_no_stall() -> None:
+    arguments = [
+        "generate", "--model", "synthetic:5+0", "-pp", "2", "--prompt", "w1", "--max-tokens", "200",
+        "--temperature", "0", "--ignore-eos", "--stall-timeout", "1",
+    ]  # fmt: skip
+    with Command(arguments) as command:
+        assert command.process.stdout is not None
+        assert command.process.stdout.read(1), "text streams: every stage is at work"
+        processes = command.processes()
+        for pid in processes:
+            os.kill(pid, signal.SIGSTOP)
+        # As a container is paused, for longer than anybody would wait for stages.
+        time.sleep(2.5)
+        for pid in processes:
+            os.kill(pid, signal.SIGCONT)
+        finished = command.finish()
+    assert finished.code == 0, finished.err
+    assert finished.left == []
 
 
 def test_a_step_that_takes_longer_than_the_stall_timeout_is_no_stall() -> None:
