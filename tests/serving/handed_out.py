@@ -23,7 +23,7 @@ from headrace.engine_thread import EngineThread, Submission
 from headrace.launcher import launch_virtual
 from headrace.serving.app import make_app
 from headrace.serving.backlog import Backlog
-from headrace.serving.connection import with_timeout
+from headrace.serving.connection import with_limits
 from headrace.serving.service import Service
 from headrace.serving.settings import ServerSettings
 
@@ -110,7 +110,7 @@ def served(most_held: int = 2**30, **settings: Any) -> Iterator[Served]:
     service.backlog = Backlog(most_held, service.metrics.cut)
     service.attach(cast(AsyncLLM, engine))
     config = uvicorn.Config(
-        make_app(service), http=with_timeout(60.0), ws="none", lifespan="off", log_config=None
+        make_app(service), http=with_limits(60.0, 1000), ws="none", lifespan="off", log_config=None
     )
     server = uvicorn.Server(config)
     with socket.socket() as listener:

@@ -2,7 +2,7 @@
 
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -27,14 +27,18 @@ class Server:
 
 
 @contextmanager
-def running_server(*arguments: str, ready: bool = True, **environment: str) -> Iterator[Server]:
-    """Start it on a free port; ready: wait until it answers requests, not only listens.
+def running_server(
+    *arguments: str, ready: bool = True, prefix: Sequence[str] = (), **environment: str
+) -> Iterator[Server]:
+    """Start it on a free port; ready: wait until it answers requests, not only listens; prefix:
+    a command that runs it.
 
     Nothing of it is left afterwards. AssertionError in the end if its event loop stood still.
     """
     command = Command(
         ["serve", "--port", "0", *arguments],
         environment={"HEADRACE_WATCH_LOOP": "1", **environment},
+        prefix=list(prefix),
     )
     with command:
         server = Server(command, "")

@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 
+from headrace.serving.body import MOST_BODIES, Bodies
 from headrace.serving.body_work import _Scan, check_work
 from headrace.serving.errors import ApiError
+from headrace.serving.requests import DetokenizeBody
+from headrace.serving.settings import ServerSettings
 
 TEXTS = st.text(st.sampled_from('a"\\,:[]{}é\n0'), max_size=8)
 VALUES = st.recursive(
@@ -91,3 +95,44 @@ def test_others_have_their_turn_while_a_body_is_weighed() -> None:
 
     # Once a piece.
     assert asyncio.run(turns()) >= 1_000_000 // (64 * 1024)
+
+
+def test_bodies_that_arrive_together_have_a_bound_and_leave_their_room() -> None:
+    limit = 1000
+    bodies = Bodies(ServerSettings(served_model_names=("m",), max_body_bytes=limit))
+    go = asyncio.Event()
+
+    def request(body: bytes) -> Request:
+        """All but the last byte at once, that one when all may go."""
+        pieces = [body[:-1], body[-1:]]
+
+        async def receive() -> dict[str, Any]:
+            if len(pieces) == 1:
+                await go.wait()
+            piece = pieces.pop(0)
+            return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
+
+        headers = [(b"content-type", b"application/json")]
+        return Request({"type": "http", "method": "POST", "headers": headers}, receive)
+
+    async def main() -> None:
+        largest = b'{"tokens": [1]' + b" " * (limit - 15) + b"}"
+        assert len(largest) == limit
+        taken = [
+            asyncio.ensure_future(bodies.read(request(largest), DetokenizeBody))
+            for _ in range(MOST_BODIES)
+        ]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as caught:
+            await bodies.read(request(largest), DetokenizeBody)
+        assert (caught.value.status, caught.value.code) == (503, "bodies_full")
+        assert "retry-after" in caught.value.headers()
+        # Whoever leaves makes room, however that comes.
+        taken.pop().cancel()
+        await asyncio.sleep(0)
+        taken.append(asyncio.ensure_future(bodies.read(request(largest), DetokenizeBody)))
+        go.set()
+        assert [body.tokens for body in await asyncio.gather(*taken)] == [[1]] * MOST_BODIES
+        assert (await bodies.read(request(largest), DetokenizeBody)).tokens == [1]
+
+    asyncio.run(main())

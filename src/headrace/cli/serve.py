@@ -18,6 +18,7 @@ from headrace.errors import UsageError
 from headrace.progress import loading_display
 from headrace.serving.listener import listen, url_of
 from headrace.serving.loading import EngineLoader
+from headrace.serving.open_files import raise_open_files
 from headrace.serving.settings import ServerSettings, parse_list
 from headrace.signals import EndingSignals, exit_code
 
@@ -130,6 +131,7 @@ def serve(
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
         watch_loop=_WATCH_VARIABLE in os.environ,
+        max_connections=raise_open_files(pipeline_parallel_size),
     )
     _log_to_standard_error()
     listener = listen(settings)

@@ -2,12 +2,17 @@
 
 import asyncio
 import http
+import logging
+import math
 from typing import cast
 
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headrace.serving.errors import error_json
+from headrace.serving.open_files import REFUSED_AT_ONCE
+
+_log = logging.getLogger(__name__)
 
 # As much as a header may have, and a read of the socket more: as in nginx, with room for long keys.
 _MOST_HEADER_BYTES = 64 * 1024
@@ -19,6 +24,8 @@ TRANSPORT = "headrace.transport"
 LINGER_S = 2.0
 # Seconds in which a client that is sent something has to take some of it.
 _STUCK_READER_S = 300.0
+# Seconds between two lines in the log about too many connections.
+_TELL_EVERY_S = 60.0
 
 
 class Connection(HttpToolsProtocol):
@@ -26,10 +33,13 @@ class Connection(HttpToolsProtocol):
 
     It ends one that takes nothing of an answer.
 
-    read_timeout: seconds for a header to arrive, set on a subclass by with_timeout().
+    read_timeout: seconds for a header to arrive; most: connections that there may be at once;
+    full_at: when it was last logged that there were more. Set on a subclass by with_limits().
     """
 
     read_timeout: float
+    most: int
+    full_at: float
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -44,6 +54,8 @@ class Connection(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = self.loop.call_later(
             self.read_timeout, self._too_late
         )
+        if len(self.connections) > self.most:
+            self._too_many()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._no_deadline()
@@ -146,6 +158,21 @@ class Connection(HttpToolsProtocol):
             # Connections are also opened on stock.
             self.transport.close()
 
+    def _too_many(self) -> None:
+        """Without a file for one more the system would cut new connections without a word."""
+        kind = type(self)
+        if self.loop.time() - kind.full_at >= _TELL_EVERY_S:
+            kind.full_at = self.loop.time()
+            _log.warning(
+                "there are %d connections, as many as the limit of open files leaves room for: "
+                "more are refused until some have ended (ulimit -n)",
+                self.most,
+            )
+        if len(self.connections) > self.most + REFUSED_AT_ONCE:
+            self.transport.abort()
+        else:
+            self._refuse(503, f"there are {self.most} connections already: try again later")
+
     def _refuse(self, status: int, message: str) -> None:
         """Say what is wrong, and end the connection."""
         self._no_deadline()
@@ -164,8 +191,14 @@ class Connection(HttpToolsProtocol):
         body = error_json(status, message)
         self.transport.write(
             b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            b"connection: close\r\n\r\n%b"
-            % (status, http.HTTPStatus(status).phrase.encode(), len(body), body)
+            b"%bconnection: close\r\n\r\n%b"
+            % (
+                status,
+                http.HTTPStatus(status).phrase.encode(),
+                len(body),
+                b"retry-after: 1\r\n" if status == 503 else b"",
+                body,
+            )
         )
         # Not closed at once: what the client still sends would make its system drop this answer.
         if self.transport.can_write_eof():
@@ -173,6 +206,7 @@ class Connection(HttpToolsProtocol):
         self.loop.call_later(LINGER_S, self.transport.close)
 
 
-def with_timeout(read_timeout: float) -> type[Connection]:
-    """The class of connections that wait so many seconds for a header."""
-    return type("Connection", (Connection,), {"read_timeout": read_timeout})
+def with_limits(read_timeout: float, most: int) -> type[Connection]:
+    """The class of connections that wait so many seconds for a header, and are so many."""
+    limits = {"read_timeout": read_timeout, "most": most, "full_at": -math.inf}
+    return type("Connection", (Connection,), limits)

@@ -14,7 +14,7 @@ import uvloop
 from headrace.async_llm import AsyncLLM
 from headrace.errors import UsageError
 from headrace.serving.app import make_app
-from headrace.serving.connection import with_timeout
+from headrace.serving.connection import with_limits
 from headrace.serving.loading import EngineLoader
 from headrace.serving.loop_watch import watched
 from headrace.serving.service import Service
@@ -64,7 +64,7 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
     settings = service.settings
     config = uvicorn.Config(
         make_app(service),
-        http=with_timeout(settings.read_timeout),
+        http=with_limits(settings.read_timeout, settings.max_connections),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -21,6 +21,7 @@ class ServerSettings:
     for running requests to end once the server is to. sse_keep_alive_interval: seconds of silence
     in a stream before a comment, 0 for none.
     allowed_origins, _methods, _headers: what browsers on other sites may do (CORS).
+    max_connections: more than these are refused, as many as open files leave room for.
     watch_loop: log what keeps the event loop from everybody else (loop_watch.py).
     """
 
@@ -42,6 +43,7 @@ class ServerSettings:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     watch_loop: bool = False
+    max_connections: int = 1000
 
     def __post_init__(self) -> None:
         if not self.host:
