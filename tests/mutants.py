@@ -77,7 +77,7 @@ MUTANTS = [
         "feedback ring one place too short",
         "pipeline.feedback:FeedbackRing.__init__",
         ("2 * window - 1", "2 * window - 2"),
-        seed=34,
+        seed=131,
     ),
     _mutant(
         "stale epoch accepted",
@@ -104,7 +104,7 @@ MUTANTS = [
             "    self._pool.give_back(sequence.blocks)\n"
             "    sequence.blocks = []",
         ),
-        seed=44,
+        seed=59,
     ),
     _mutant(
         "result applied twice",
@@ -126,7 +126,7 @@ MUTANTS = [
         "pipeline.stage_loop:_Stage.run",
         ("executor.begin(plan)\n", "executor.begin(plan)\n    executor.end(plan)\n"),
         ("executor.end(plan)\n    if role.last", "if role.last"),
-        seed=42,
+        seed=44,
     ),
     _mutant(
         "random index not advanced after preemption",

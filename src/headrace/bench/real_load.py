@@ -98,7 +98,9 @@ def run_orders(*, model: str, num_stages: int, requests: int, max_model_len: int
 
 def _run_long(engine: Engine, load: LongLoad, contender: Contender) -> LongFigures:
     """Run the load on an engine that has not run yet, until all but the streams ended."""
+    prior = engine.scheduler.cost
     engine.scheduler = Scheduler(engine.scheduler.config, engine.clock, contender.order())
+    engine.scheduler.cost = prior
     # What steps cost is known to an engine that has been up for a while.
     for number, length in enumerate(_WARM_UP_PROMPTS, start=1):
         engine.add(_prompt(-number, length, engine.vocab_size), _endless(_WARM_UP_OUTPUT))
