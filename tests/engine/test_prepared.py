@@ -15,7 +15,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.prepared import Preparation
 from headrace.errors import UsageError
 from headrace.protocol.codec import decode_to_stage, encode_plan
-from headrace.protocol.plan import Plan, TokenRules
+from headrace.protocol.plan import Plan, TokenRules, Yield
 from headrace.protocol.sampling_params import MOST_BAD_WORD_TOKENS, SamplingParams
 
 
@@ -155,3 +155,47 @@ def test_only_the_last_stage_is_told_how_tokens_are_chosen(stages: int, words: i
         # Not a byte of it, whatever it is.
         for own, plain in zip(others, list(messages(without, stages))[:-1], strict=True):
             assert own == plain
+
+
+def test_reports_on_prompts_come_in_pieces_and_hold_up_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headrace.engine.plan_draft.MOST_REPORTED", 24)
+    pipeline = Pipeline()
+    target = toy_engine(pipeline)
+    # Six a position, so four positions a step.
+    reporting = [
+        target.add([1] * 17, SamplingParams(max_tokens=1, prompt_logprobs=5)) for _ in range(2)
+    ]
+    plain = target.add([2] * 20, SamplingParams(max_tokens=1))
+    ended = []
+    while not target.scheduler.idle:
+        ended += [delta.request_id for delta in target.step() if delta.finish_reason]
+    pieces = [
+        sum(len(row.inputs) for row in plan.rows if row.yields & Yield.PROMPT_LOGPROBS)
+        for plan in pipeline.plans
+    ]
+    assert max(pieces) * 6 <= 24
+    assert ended[0] == plain
+    assert sorted(ended[1:]) == reporting
+
+
+def test_one_position_is_reported_however_many_log_probabilities_that_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headrace.engine.plan_draft.MOST_REPORTED", 3)
+    pipeline = Pipeline()
+    target = toy_engine(pipeline)
+    target.add([1] * 9, SamplingParams(max_tokens=1, prompt_logprobs=5))
+    run(target)
+    reported = [row for plan in pipeline.plans for row in plan.rows if row.yields & 2]
+    assert {len(row.inputs) for row in reported} == {1}
+    assert len(reported) == 8
+
+
+def test_completions_report_no_more_than_a_step_may() -> None:
+    made = Preparation(CountingTokenizer(), 100_000, frozenset(), -1)  # type: ignore[arg-type]
+    made.prepare(SamplingParams(logprobs=-1))
+    made.prepare(SamplingParams(n=256, logprobs=20))
+    with pytest.raises(UsageError, match=r"^logprobs: 100001 for a token of each of 2 completions"):
+        made.prepare(SamplingParams(n=2, logprobs=-1))

@@ -165,6 +165,7 @@ class Engine:
                 rules=prepared.rules,
                 stop_tokens=prepared.stop_tokens,
                 salt=salt,
+                report_size=prepared.report_size,
             )
             self.scheduler.add(sequence)
             self._requests[request_id].append(sequence)

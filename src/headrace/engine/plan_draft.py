@@ -21,6 +21,11 @@ from headrace.protocol.plan import (
 # position of the prompt logprobs in it.
 RowResult = tuple[Sequence, int | None, RowLogprobs | None, int]
 
+# Log-probabilities that a step may report of prompts, but for a single position's, which may be
+# more (the whole vocabulary's): each takes some 100 bytes on the last stage, twice that in the
+# engine.
+MOST_REPORTED = 2**17
+
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
@@ -69,6 +74,7 @@ class PlanDraft:
     appended: list[BlocksAppended] = field(default_factory=list)
     rules: list[TokenRules] = field(default_factory=list)
     _tokens: int = 0
+    _reported: int = 0
     _attended: int = 0
     _sequences: list[Sequence] = field(default_factory=list)
     _samples: list[bool] = field(default_factory=list)
@@ -94,6 +100,7 @@ class PlanDraft:
         if sequence.wants_prompt_logprobs and start < len(sequence.prompt) - 1:
             yields |= Yield.PROMPT_LOGPROBS
             self._starts[len(self.rows)] = start
+            self._reported += count * sequence.report_size
         inputs: list[int | TokenRef] = list(sequence.known[start:end])
         self.rows.append(Row(sequence.slot, inputs, start, yields))
         sequence.planned_positions = end
@@ -102,6 +109,13 @@ class PlanDraft:
         self._tokens += count
         self._attended += chunk_attended(start, count)
         return last
+
+    def room_to_report(self, sequence: Sequence) -> int:
+        """How many of a sequence's tokens the step may take on, for what it reports of them."""
+        if not sequence.wants_prompt_logprobs:
+            return sequence.length
+        room = (MOST_REPORTED - self._reported) // sequence.report_size
+        return max(room, 0 if self._reported else 1)
 
     @property
     def work(self) -> StepWork:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import msgspec
 from tokenizers import Tokenizer
 
+from headrace.engine.plan_draft import MOST_REPORTED
 from headrace.engine.shared_rules import SharedRules
 from headrace.engine.stop_strings import StopPatterns
 from headrace.errors import UsageError
@@ -18,12 +19,14 @@ class Prepared:
     """What all completions of all prompts with these parameters share.
 
     rules, stops: None if there are none. stop_tokens: params.stop_token_ids, quick to look in.
+    report_size: log-probabilities that are reported of a prompt token, if any are asked for.
     """
 
     params: SamplingParams
     rules: SharedRules | None
     stops: StopPatterns | None
     stop_tokens: frozenset[int]
+    report_size: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Preparation:
             self._rules(params),
             StopPatterns(tuple(params.stop)) if params.stop else None,
             frozenset(params.stop_token_ids),
+            self._count(params.prompt_logprobs or 0) + 1,
         )
 
     def check_tokens(self, name: str, tokens: Collection[int]) -> None:
@@ -69,6 +73,17 @@ class Preparation:
                     f"{name} must be at most {limit}, the smaller of --max-logprobs and the "
                     f"vocabulary, not {count if count != -1 else '-1 (the whole vocabulary)'}"
                 )
+        if params.logprobs is not None:
+            each = self._count(params.logprobs) + 1
+            if params.n > 1 and params.n * each > MOST_REPORTED:
+                raise UsageError(
+                    f"logprobs: {each} for a token of each of {params.n} completions are more than "
+                    f"the {MOST_REPORTED} that a step may report: ask for fewer, or a smaller n"
+                )
+
+    def _count(self, logprobs: int) -> int:
+        """How many tokens' log-probabilities that are."""
+        return self.vocab_size if logprobs == -1 else min(logprobs, self.vocab_size)
 
     def _rules(self, params: SamplingParams) -> SharedRules | None:
         bad_words = self._tokens_of(params.bad_words)

@@ -28,12 +28,13 @@ class Sequence:
     newest of those. in_flight: rows whose result has not arrived.
 
     salt: what the prefix cache tells its tokens apart by from the same of others. keys:
-    prefix-cache keys of its full blocks of known tokens, as far as worked out; published: how
-    many of its blocks are in the prefix cache. prompt_logprobs: how many prompt tokens after the
-    first have theirs. cached_tokens: positions that its first admission found in the prefix cache.
-    expected_prefill: while it waits, the tokens that it will probably have to compute.
-    owed_prefill: how many more tokens others had than it while it was first in line.
-    queued_at, admitted_at: when it came and when it first had a slot, on the scheduler's clock.
+    prefix-cache keys of its full blocks of known tokens, as far as worked out; published: how many
+    of its blocks are in the prefix cache. prompt_logprobs: how many prompt tokens after the first
+    have theirs; report_size: log-probabilities in the report on one of them. cached_tokens:
+    positions that its first admission found in the prefix cache. expected_prefill: while it waits,
+    the tokens that it will probably have to compute. owed_prefill: how many more tokens others had
+    than it while it was first in line. queued_at, admitted_at: when it came and when it first had a
+    slot, on the scheduler's clock.
     """
 
     request_id: int
@@ -66,6 +67,7 @@ class Sequence:
     rules: SharedRules | None = None
     stop_tokens: frozenset[int] = frozenset()
     salt: bytes = b""
+    report_size: int = 1
 
     @property
     def finished(self) -> bool:

@@ -312,7 +312,11 @@ class Scheduler:
                 closed = True
                 continue
             start = len(cached) * self.config.block_size
-            count = allowance.take(start, sequence.length - start)
+            to_report = draft.room_to_report(sequence)
+            if not to_report:
+                # The next step has room again; others need none.
+                continue
+            count = allowance.take(start, min(sequence.length - start, to_report))
             if count == 0:
                 break
             self._admit(draft, sequence, cached)
@@ -374,7 +378,11 @@ class Scheduler:
         if room == 0:
             self._make_room(sequence)
             return True
-        count = allowance.take(start, min(room, sequence.prefill_left))
+        to_report = draft.room_to_report(sequence)
+        if not to_report:
+            # As above.
+            return True
+        count = allowance.take(start, min(room, sequence.prefill_left, to_report))
         if count == 0:
             return False
         self._add_chunk(draft, sequence, count)
