@@ -3,13 +3,16 @@
 import contextlib
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
 
-import psutil
-
-from command import wait_until
+# What moves the cursor ahead, and whatever else it does, colours and modes (ECMA-48, 5.4).
+_AHEAD = re.compile(r"\x08?\x1b\[\d*C")
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+# What terminals send around a paste.
+PASTE = "\x1b[200~{}\x1b[201~"
 
 
 class Terminal:
@@ -24,7 +27,8 @@ class Terminal:
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
-            env={**os.environ, "TERM": "dumb"},
+            # This terminal does not answer where its cursor is.
+            env={**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"},
         )
         os.close(theirs)
 
@@ -43,19 +47,19 @@ class Terminal:
 
     def see(self, *texts: str) -> None:
         """Wait until all these were shown since the last key."""
-        while not all(text in self.shown for text in texts):
+        while not all(text in self.text for text in texts):
             self._read_more(f"waiting for {texts}")
 
-    def see_answer(self, message: str) -> None:
-        """Wait until something was shown below the message, which the terminal shows as typed."""
-        while not self.shown.partition(message + "\r\n")[2]:
+    def see_answer(self) -> None:
+        """Wait until something was shown after the prompt, which asks for pastes no more; what
+        shows the answer asks for them again."""
+        while not self.shown.partition("\x1b[?2004l\x1b[?2004h")[2]:
             self._read_more("waiting for an answer")
 
-    def rest(self) -> None:
-        """Wait until the program waits for a key. Readline shows its prompt a moment before, and in
-        that moment CPython notices a signal only with the next key (readline.c, at select)."""
-        process = psutil.Process(self.process.pid)
-        wait_until(lambda: process.status() == psutil.STATUS_SLEEPING)
+    @property
+    def text(self) -> str:
+        """What was shown since the last key, without what steers the terminal."""
+        return _CONTROL.sub("", _AHEAD.sub(" ", self.shown))
 
     def end(self) -> int:
         """Read up to the end; returns the exit code."""

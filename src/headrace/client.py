@@ -116,6 +116,11 @@ class Client:
             raise ServerError(
                 f"{self.root} cannot be reached ({reason}): is a server running at this address?"
             ) from error
+        except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError) as error:
+            # Their texts are about the form in which the rest would have come.
+            raise ServerError(
+                f"{url} broke its answer off: the connection was closed, did the server end?"
+            ) from error
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise ServerError(f"{url} broke its answer off: {reason}") from error

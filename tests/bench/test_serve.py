@@ -178,6 +178,19 @@ def test_a_load_reports_every_token_and_holds_its_concurrency(
     assert all(body["ignore_eos"] and body["temperature"] == 0 for body in server.asked)
 
 
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_a_single_request_of_a_single_token_has_figures(
+    server: FakeServer, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = ["--random-input-len", "1" if backend == "openai" else str(TEMPLATE_LEN + 1)]
+    lengths += ["--random-output-len", "1", "--num-prompts", "1"]
+    flags = ["--backend", backend, "--base-url", server.url, *lengths]
+    assert run(*flags, "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["completed"], answer["total_output_tokens"]) == (1, 1)
+    assert run(*flags) == 0
+
+
 def test_failures_are_counted_and_the_first_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     # Number 0 is the warm-up.
     with fake_server({1: "cut", 3: "error", 4: "status"}) as server:

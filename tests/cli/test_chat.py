@@ -12,7 +12,7 @@ from command import Command, run
 from fake_server import fake_server
 from headrace.cli import app
 from headrace.errors import HeadraceError, ServerError, UsageError
-from terminal import Terminal
+from terminal import PASTE, Terminal
 from tiny_checkpoints import CHAT_TEMPLATE, write_tiny_gguf
 
 # On few and busy cores threads would wait for each other at every one of its tiny kernels.
@@ -59,7 +59,7 @@ def test_ctrl_c_stops_the_answer_and_never_the_program(model: str, tmp_path: Pat
     with Terminal("--model", model, *TINY) as terminal:
         terminal.see("> ")
         terminal.type("hello\n")
-        terminal.see_answer("hello")
+        terminal.see_answer()
         terminal.type("\x03\x03")
         terminal.see("(stopped)", "> ")
         terminal.type(f"/save {saved}\n")
@@ -70,12 +70,11 @@ def test_ctrl_c_stops_the_answer_and_never_the_program(model: str, tmp_path: Pat
         assert assistant["content"]
         terminal.type("half a li")
         terminal.see("half a li")
-        terminal.rest()
         terminal.type("\x03")
         terminal.see("(Ctrl-D or /exit leaves)", "> ")
         # The engine runs one sequence at a time: had the first not ended, this one would wait.
         terminal.type("again\n")
-        terminal.see_answer("again")
+        terminal.see_answer()
         terminal.type("\x03")
         terminal.see("(stopped)", "> ")
         (stage,) = psutil.Process(terminal.process.pid).children()
@@ -139,6 +138,30 @@ def test_ctrl_c_hangs_up_on_the_server_and_keeps_what_it_said() -> None:
         assert terminal.end() == 0
 
 
+def test_a_paste_is_one_message_whole_also_while_an_answer_is_shown() -> None:
+    arguments = ["--max-tokens", "1000000"]
+    # More than a terminal keeps of a line, if it keeps lines.
+    long = "\r".join("and on " * 20 for _ in range(60))
+    with fake_server() as server, Terminal("--url", server.url, *arguments) as terminal:
+        terminal.see("> ")
+        terminal.type(PASTE.format("one\rtwo") + "\r")
+        terminal.see(" 0 1 2")
+        terminal.type(PASTE.format(long) + "!")
+        terminal.type("\x03")
+        # Too long for the screen, so its end is shown.
+        terminal.see("(stopped)", "on !")
+        terminal.type("\r")
+        terminal.see(" 0 1 2")
+        terminal.type("\x03")
+        terminal.see("(stopped)", "> ")
+        # The arrow fetches what was said before.
+        terminal.type("\x1b[A\r")
+        terminal.see(" 0 1 2")
+        said = [m["content"] for m in server.asked[-1]["messages"] if m["role"] == "user"]
+        whole = long.replace("\r", "\n") + "!"
+        assert said == ["one\ntwo", whole, whole]
+
+
 def test_without_a_terminal_ctrl_c_ends_the_program() -> None:
     arguments = ["chat", "--max-tokens", "1000000", "--url"]
     with fake_server() as server, Command([*arguments, server.url]) as command:
@@ -152,6 +175,14 @@ def test_without_a_terminal_ctrl_c_ends_the_program() -> None:
         assert server.hung_up.wait(30)
     assert finished.code == 130
     assert finished.err == ""
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["bench"], ["bench", "scheduler"]])
+def test_h_is_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("-h", "--help"):
+        typer.main.get_command(app).main([*command, flag], standalone_mode=False)
+    short, long = capsys.readouterr().out.split("Usage: ")[1:]
+    assert short == long
 
 
 @pytest.mark.parametrize(

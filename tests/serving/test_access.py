@@ -269,6 +269,14 @@ def test_a_certificate_that_cannot_be_used_is_told_before_anything_else(
     assert capsys.readouterr().out == ""
 
 
+def test_a_model_is_given_once() -> None:
+    command = typer.main.get_command(app)
+    with pytest.raises(UsageError, match="headrace serve smollm2"):
+        command.main(["serve"], standalone_mode=False)
+    with pytest.raises(UsageError, match="'other' and --model 'synthetic:1"):
+        serve("other")
+
+
 def test_a_port_in_use_is_one_line_before_anything_loads() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -16,7 +16,12 @@ from headrace.errors import HeadraceError, StallError
 from headrace.signals import on_ending_signals, unwind
 
 app = typer.Typer(
-    name="headrace", no_args_is_help=False, add_completion=False, rich_markup_mode=None
+    name="headrace",
+    no_args_is_help=False,
+    add_completion=False,
+    rich_markup_mode=None,
+    # Handed down to every command.
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(serve)
 app.command()(generate)

@@ -18,9 +18,7 @@ from headrace.errors import UsageError
 
 
 def overlap(
-    model: Annotated[
-        str | None, typer.Option(help="GGUF file, Hugging Face directory, or smollm2.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help=options.MODEL_HELP)] = None,
     synthetic_stage_ms: Annotated[
         str | None,
         typer.Option(

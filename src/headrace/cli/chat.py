@@ -20,9 +20,7 @@ _SERVER_FLAGS = {"model_name", "api_key"}
 
 def chat(
     context: typer.Context,
-    model: Annotated[
-        str | None, typer.Option(help="GGUF file, Hugging Face directory, or smollm2.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help=options.MODEL_HELP)] = None,
     url: Annotated[
         str | None, typer.Option(help="A running server instead, as http://127.0.0.1:8000.")
     ] = None,

@@ -1,4 +1,4 @@
-"""A conversation in the terminal: lines are read, commands obeyed, answers shown as they come."""
+"""A conversation: messages are read, commands obeyed, answers shown as they come."""
 
 import asyncio
 import io
@@ -6,10 +6,11 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.checkpoint.chat_template import Message
 from headrace.cli.chat_answers import Answers
@@ -21,7 +22,11 @@ _HELP = """\
 /save FILE    writes the conversation as JSON, a list of role and content
 /help         shows this
 /exit         ends the program, as Ctrl-D does
-Ctrl-C stops an answer. Put a space before a message that begins with a slash."""
+A paste of several lines is one message. Ctrl-C stops an answer; what is typed meanwhile is kept for
+the next message. Put a space before a message that begins with a slash."""
+
+if TYPE_CHECKING:
+    from headrace.cli.chat_terminal import ChatTerminal
 
 # A model's answer must not be able to control the terminal.
 _HARMLESS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -30,37 +35,51 @@ _HARMLESS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 @dataclass
 class Session:
     """One conversation. On a terminal it has prompts, and Ctrl-C stops answers only; otherwise
-    each line is a turn, and Ctrl-C ends the program as it ends any other."""
+    each line is a turn, and Ctrl-C ends the program as it ends any other.
+
+    said: what was said so far, without the system prompt.
+    """
 
     answers: Answers
     system: str | None
-    on_terminal: bool = field(default_factory=lambda: sys.stdin.isatty() and sys.stdout.isatty())
     said: list[Message] = field(default_factory=list)
-    # What Ctrl-C does: ends the reading of a line, or stops an answer, or (None) nothing.
-    _reading: bool = False
+    # None: there is none.
+    _terminal: "ChatTerminal | None" = None
+    # What Ctrl-C does outside of the prompt: stops an answer, or (None) nothing.
     _stop: Callable[[], object] | None = None
 
     def run(self) -> int:
         """Talk until the input ends or says /exit. Returns the exit code: off a terminal 1 if a
         turn failed. Raises PipelineError if the engine breaks."""
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            # Imported where it is used: it takes a quarter of a second.
+            from headrace.cli.chat_terminal import ChatTerminal
+
+            self._terminal = ChatTerminal()
+            with self._terminal.raw(), self._interrupts():
+                self._talk(self._typed(self._terminal))
+            return 0
         if isinstance(sys.stdin, io.TextIOWrapper):
             # Bytes that are no text are refused later, as one message among others.
             sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
-        failed = False
-        with self._interrupts():
-            for line in self._lines():
-                try:
-                    if line.startswith("/"):
-                        name, _, rest = line.partition(" ")
-                        if name == "/exit":
-                            break
-                        self._obey(name, rest.strip())
-                    else:
-                        asyncio.run(self._turn(line))
-                except (UsageError, ServerError, OSError, ValueError) as error:
-                    failed = True
-                    _say("headrace: " + " ".join(str(error).split()))
-        return 1 if failed and not self.on_terminal else 0
+        return 0 if self._talk(line.rstrip() for line in sys.stdin if line.strip()) else 1
+
+    def _talk(self, messages: Iterator[str]) -> bool:
+        """Obey or answer each message up to /exit; whether all went well."""
+        well = True
+        for text in messages:
+            try:
+                if text.startswith("/"):
+                    name, _, rest = text.partition(" ")
+                    if name == "/exit":
+                        break
+                    self._obey(name, rest.strip())
+                else:
+                    asyncio.run(self._turn(text))
+            except (UsageError, ServerError, OSError, ValueError) as error:
+                well = False
+                _say("headrace: " + " ".join(str(error).split()))
+        return well
 
     @property
     def messages(self) -> list[Message]:
@@ -68,28 +87,18 @@ class Session:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return system + self.said
 
-    def _lines(self) -> Iterator[str]:
-        """Each line that is not blank, up to the end of the input."""
-        if not self.on_terminal:
-            yield from (line.rstrip() for line in sys.stdin if line.strip())
-            return
-        # Imported for what it does to input(): editing, and the arrows that fetch earlier lines.
-        with suppress(ImportError):
-            import readline  # noqa: F401
+    def _typed(self, terminal: "ChatTerminal") -> Iterator[str]:
+        """Each message that is not blank, up to the end of the input."""
         while True:
             try:
-                self._reading = True
-                line = input("> ").rstrip()
+                message = terminal.read().rstrip()
             except KeyboardInterrupt:
-                _say("\n(Ctrl-D or /exit leaves)")
+                _say("(Ctrl-D or /exit leaves)")
                 continue
             except EOFError:
-                print()
                 return
-            finally:
-                self._reading = False
-            if line.strip():
-                yield line
+            if message.strip():
+                yield message
 
     def _obey(self, name: str, rest: str) -> None:
         match name:
@@ -128,12 +137,16 @@ class Session:
                 task.cancel()
 
         self._stop = partial(loop.call_soon_threadsafe, stop)
+        typing = nullcontext() if self._terminal is None else self._terminal.keys_kept(stop)
         try:
-            async with aclosing(self.answers([*self.messages, message])) as pieces:
-                async for piece in pieces:
-                    answer += piece.text
-                    finish_reason = piece.finish_reason
-                    self._show(piece.text)
+            with typing:
+                async with aclosing(self.answers([*self.messages, message])) as pieces:
+                    async for piece in pieces:
+                        answer += piece.text
+                        finish_reason = piece.finish_reason
+                        self._show(piece.text)
+                        # Where pieces come faster than they are shown, keys have their turn.
+                        await asyncio.sleep(0)
         except asyncio.CancelledError:
             if not stopped:
                 raise
@@ -148,16 +161,12 @@ class Session:
             _say("(cut off: no more tokens were allowed, or the context is full)")
 
     def _show(self, text: str) -> None:
-        print(text.translate(_HARMLESS) if self.on_terminal else text, end="", flush=True)
+        print(text if self._terminal is None else text.translate(_HARMLESS), end="", flush=True)
 
     @contextmanager
     def _interrupts(self) -> Iterator[None]:
-        """Meanwhile, on a terminal, Ctrl-C never ends the program."""
-        if not self.on_terminal:
-            yield
-            return
-        # One handler throughout, so that there is no moment at which another one is in force. It
-        # raises nowhere but at the prompt: elsewhere it could hit anything half done.
+        """Meanwhile SIGINT, from elsewhere than the keyboard, stops answers, too."""
+        # It raises nowhere, or it could hit anything half done; the prompt has its own.
         previous = signal.signal(signal.SIGINT, self._on_interrupt)
         try:
             yield
@@ -165,9 +174,6 @@ class Session:
             signal.signal(signal.SIGINT, previous)
 
     def _on_interrupt(self, number: int, frame: object) -> None:
-        if self._reading:
-            self._reading = False
-            raise KeyboardInterrupt
         if self._stop is not None:
             self._stop()
 

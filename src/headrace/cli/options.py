@@ -9,7 +9,8 @@ import typer
 from headrace.config import EngineConfig
 from headrace.errors import UsageError
 
-Model = Annotated[str, typer.Option(help="GGUF file, Hugging Face directory, or smollm2.")]
+MODEL_HELP = "GGUF file, Hugging Face directory, or smollm2."
+Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 PipelineParallelSize = Annotated[
     int, typer.Option("--pipeline-parallel-size", "-pp", help="Number of stages.")
 ]
