@@ -14,6 +14,7 @@ import pytest
 from forks import in_fork
 from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.engine.outputs import RequestOutput
+from headrace.engine.prepared import Prepared
 from headrace.errors import PipelineError, UsageError
 from tiny_checkpoints import write_tiny_gguf
 
@@ -329,3 +330,28 @@ def test_a_pipeline_that_cannot_even_be_closed_leaves_no_reader_waiting(model: s
             await anext(engine.generate("late", GREEDY))
 
     asyncio.run(run())
+
+
+def test_long_lists_are_made_ready_beside_both_the_loop_and_the_engine(
+    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, threads = engine.running.engine, []
+    prepare = running.prepare
+
+    def watched(params: SamplingParams) -> Prepared:
+        threads.append(threading.current_thread().name)
+        return prepare(params)
+
+    monkeypatch.setattr(running, "prepare", watched)
+
+    async def ask() -> None:
+        for words in (["a"], [f"{n}" for n in range(500)]):
+            await last_of(
+                engine.generate("a", SamplingParams(max_tokens=2, n=3, seed=1, bad_words=words))
+            )
+
+    asyncio.run(ask())
+    # Once for each request; short lists at once, long ones neither in the loop nor by the engine.
+    short, long = threads
+    assert short == threading.main_thread().name
+    assert long not in (short, "headrace-engine")

@@ -27,6 +27,7 @@ SITUATIONS = {
     "change by the tuner",
     "plan of another epoch",
     "stall",
+    "the engine slept",
     "rules shared",
     "rules kept over a preemption",
 }
