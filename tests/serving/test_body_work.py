@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from headrace.serving.body import MOST_BODIES, Bodies
-from headrace.serving.body_work import _Scan, check_work
+from headrace.serving.body_work import _pieces, _Scan, check_work
 from headrace.serving.errors import ApiError
 from headrace.serving.requests import DetokenizeBody
 from headrace.serving.settings import ServerSettings
@@ -39,6 +39,19 @@ def test_what_is_counted_does_not_depend_on_the_pieces(value: Any, cuts: list[in
     pieces.take(data[begin:])
     assert (pieces.depth, pieces.text) == (0, None)
     assert pieces.work == whole.work
+
+
+@pytest.mark.parametrize("begin", ["", "x"])
+def test_pieces_have_a_bound_also_where_escapes_have_no_end(begin: str) -> None:
+    data = bytearray(json.dumps(begin + "\\" * 300_000 + "\n").encode())
+    pieces = list(_pieces(data))
+    assert b"".join(pieces) == data
+    assert max(map(len, pieces)) <= 64 * 1024
+    whole, apart = _Scan(), _Scan()
+    whole.take(bytes(data))
+    for piece in pieces:
+        apart.take(piece)
+    assert (whole.text, whole.work) == (apart.text, apart.work)
 
 
 def refusal(body: str) -> ApiError:

@@ -216,11 +216,5 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _send_error(send: Send, error: ApiError) -> None:
-    """The status is 200 already, so the log would have no trace of it."""
-    _log.warning("a stream ended with an error: %s", error)
-    await _send_body(send, b"data: " + error.as_json() + b"\n\n")
-
-
 async def _send_body(send: Send, data: bytes) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": True})

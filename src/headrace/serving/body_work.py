@@ -5,6 +5,7 @@ next to nothing, however long they are.
 """
 
 import asyncio
+from collections.abc import Iterator
 
 from headrace.serving.errors import ApiError
 
@@ -30,15 +31,22 @@ async def check_work(data: bytearray) -> None:
     if len(data) <= _SMALL:
         return
     scan = _Scan()
+    for piece in _pieces(data):
+        scan.take(piece)
+        await asyncio.sleep(0)
+
+
+def _pieces(data: bytearray) -> Iterator[bytes]:
+    """All of it in pieces of a bounded size, none of which ends within an escape."""
     at = 0
     while at < len(data):
-        end = at + _PIECE
-        # An escape is not to be cut in two.
-        while data[end - 1 : end] == b"\\":
-            end += 1
-        scan.take(bytes(data[at:end]))
-        at = end
-        await asyncio.sleep(0)
+        piece = bytes(data[at : at + _PIECE])
+        backslashes = len(piece) - len(piece.rstrip(b"\\"))
+        if backslashes % 2 and at + len(piece) < len(data):
+            # The last of them belongs to what comes next.
+            piece = piece[:-1]
+        yield piece
+        at += len(piece)
 
 
 class _Scan:
