@@ -46,6 +46,7 @@ class HandedOut:
             "engine": virtual.engine,
             "tokenizer": synthetic_tokenizer(),
             "max_model_len": 8192,
+            "sampling_defaults": {},
         }
         self.running = cast(Any, type("Running", (), running))
         self.submissions: list[Submission] = []
