@@ -14,6 +14,7 @@ from engine.test_engine import Pipeline, engine
 from headrace.engine.engine import Engine
 from headrace.engine.prepared import Preparation
 from headrace.errors import UsageError
+from headrace.protocol import codec
 from headrace.protocol.codec import decode_to_stage, encode_plan
 from headrace.protocol.plan import Plan, TokenRules, Yield
 from headrace.protocol.sampling_params import MOST_BAD_WORD_TOKENS, SamplingParams
@@ -155,6 +156,26 @@ def test_only_the_last_stage_is_told_how_tokens_are_chosen(stages: int, words: i
         # Not a byte of it, whatever it is.
         for own, plain in zip(others, list(messages(without, stages))[:-1], strict=True):
             assert own == plain
+
+
+@pytest.mark.parametrize(("stages", "encodings"), [(1, 1), (2, 2), (4, 2)])
+def test_a_plan_is_encoded_once_for_the_last_stage_and_once_for_all_others(
+    stages: int, encodings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = Pipeline()
+    target = toy_engine(pipeline)
+    target.add([1], SamplingParams(max_tokens=1))
+    run(target)
+    encoded: list[Plan] = []
+    encode = codec.encode
+
+    def counted(plan: Plan) -> bytes:
+        encoded.append(plan)
+        return encode(plan)
+
+    monkeypatch.setattr(codec, "encode", counted)
+    assert len(codec.encode_plan(pipeline.plans[0], stages)) == stages
+    assert len(encoded) == encodings
 
 
 def test_reports_on_prompts_come_in_pieces_and_hold_up_nobody_else(

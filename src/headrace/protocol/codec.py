@@ -17,8 +17,8 @@ def encode(message: ToStage | FromStage) -> bytes:
 
 def encode_plan(plan: Plan, num_stages: int) -> list[bytes]:
     """What each stage is sent of a plan, by stage: the last alone how tokens are chosen."""
-    others = without_choice(plan)
     whole = encode(plan)
+    others = plan if num_stages == 1 else without_choice(plan)
     return [whole if others is plan else encode(others)] * (num_stages - 1) + [whole]
 
 
