@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +18,9 @@ import pytest
 from command import Mark, wait_until
 from forks import in_fork
 from headrace import LLM, SamplingParams
+from headrace.engine.request import Sequence
 from headrace.errors import UsageError
+from headrace.pipeline.launch import StageProcesses
 from headrace.protocol.messages import Report, Result
 from tiny_checkpoints import write_tiny_gguf
 
@@ -168,6 +171,45 @@ def test_an_interrupt_in_one_thread_ends_the_others_and_is_told_to_them(
         with pytest.raises(UsageError, match="closed, by KeyboardInterrupt"):
             running.result()
     assert all(process.poll() is not None for process in stages)
+
+
+def test_an_interrupt_while_a_request_is_taken_on_ends_the_stages(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(model) as llm:
+        stages = [stage.process for stage in llm.running.stages._stages]
+
+        def interrupted(sequence: Sequence) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(llm.running.engine.scheduler, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("two", GREEDY)
+        assert all(process.poll() is not None for process in stages)
+        with pytest.raises(UsageError, match="closed, by KeyboardInterrupt"):
+            llm.generate("two", GREEDY)
+
+
+def test_no_stage_is_left_behind_when_the_engine_cannot_be_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[StageProcesses] = []
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def interrupted(*_: object, **__: object) -> None:
+        processes.extend(stage.process for stage in started[0]._stages)
+        raise KeyboardInterrupt
+
+    def watched(*arguments: Any) -> StageProcesses:
+        started.append(StageProcesses(*arguments))
+        return started[0]
+
+    monkeypatch.setattr("headrace.launcher.StageProcesses", watched)
+    monkeypatch.setattr("headrace.launcher._engine", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        LLM("synthetic:1+0.1")
+    assert processes
+    assert all(process.poll() is not None for process in processes)
 
 
 def test_a_fork_that_uses_it_is_told_so_at_once_and_harms_nobody(llm: LLM) -> None:

@@ -168,18 +168,18 @@ def launch(
             ),
         )
         stages.allocate_cache(num_blocks, on_progress, check)
+        engine = _engine(
+            config,
+            model_config,
+            stages,
+            tokenizer,
+            max_model_len,
+            num_blocks,
+            priors=_priors(model_config, shares, loaded),
+        )
     except BaseException:
         stages.close(drain=False)
         raise
-    engine = _engine(
-        config,
-        model_config,
-        stages,
-        tokenizer,
-        max_model_len,
-        num_blocks,
-        priors=_priors(model_config, shares, loaded),
-    )
     return RunningEngine(
         engine=engine,
         stages=stages,

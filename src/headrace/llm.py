@@ -267,8 +267,17 @@ class LLM:
         with self._lock:
             self._waiting.discard(threading.get_ident())
             self._check_open()
-            request_id = self.running.engine.add(prompt.token_ids, params, priority, prompt.salt)
-            self._arrived[request_id] = reader
+            try:
+                request_id = self.running.engine.add(
+                    prompt.token_ids, params, priority, prompt.salt
+                )
+                self._arrived[request_id] = reader
+            except UsageError:
+                raise
+            except BaseException as error:
+                # Also an interrupt: it may have come between two completions.
+                self._give_up(error)
+                raise
         return request_id
 
     def _drop(self, request_id: int) -> None:
@@ -311,13 +320,17 @@ class LLM:
             deltas = self.running.engine.step()
         except BaseException as error:
             # Also an interrupt: it may have come between two ranks' copies of one plan.
-            # And first what other threads will tell of it.
-            self._ended_by = f"{type(error).__name__}{f' ({error})' if str(error) else ''}"
-            self._end_stages()
+            self._give_up(error)
             raise
         for delta in deltas:
             if (reader := self._arrived.get(delta.request_id)) is not None:
                 reader.append(delta)
+
+    def _give_up(self, error: BaseException) -> None:
+        """End the stages, since nobody knows how far the engine got."""
+        # First what other threads will tell of it.
+        self._ended_by = f"{type(error).__name__}{f' ({error})' if str(error) else ''}"
+        self._end_stages()
 
     def _check_open(self) -> None:
         self.running.stages.check_owner()
