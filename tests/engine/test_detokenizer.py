@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from itertools import product
+from itertools import product, zip_longest
 
 import pytest
 from hypothesis import assume, given, settings
@@ -172,6 +172,29 @@ def test_an_answer_is_the_continuation_of_its_prompt(name: str) -> None:
         stream = DETOKENIZERS[name].stream(prompt)
         text = "".join(map(stream.push, answer)) + stream.finish()
         assert before + text == whole(tokenizer, prompt + answer)
+
+    check()
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_copy_goes_on_by_itself(name: str) -> None:
+    size = TOKENIZERS[name].get_vocab_size()
+    tokens = st.lists(st.integers(0, size - 1), max_size=8)
+
+    @given(tokens, tokens, tokens)
+    @settings(max_examples=50, deadline=None)
+    def check(prompt: list[int], one: list[int], other: list[int]) -> None:
+        begun = DETOKENIZERS[name].stream(prompt)
+        streams = [begun.copy() for _ in range(2)]
+        texts = ["", ""]
+        # In turns, so that what they shared would show.
+        for pair in zip_longest(one, other):
+            for place, token in enumerate(pair):
+                if token is not None:
+                    texts[place] += streams[place].push(token)
+        alone = [DETOKENIZERS[name].stream(prompt) for _ in range(2)]
+        for text, stream, own, answer in zip(texts, streams, alone, (one, other), strict=True):
+            assert text + stream.finish() == "".join(map(own.push, answer)) + own.finish()
 
     check()
 

@@ -3,6 +3,8 @@ from dataclasses import dataclass, field
 import pytest
 from tokenizers import Tokenizer, models
 
+from headrace.engine.block_pool import block_key
+from headrace.engine.detokenizer import TextStream
 from headrace.engine.engine import Engine
 from headrace.engine.limits import SchedulerConfig
 from headrace.engine.outputs import OutputDelta, readable
@@ -265,6 +267,37 @@ def test_n_completions_end_one_by_one_and_are_aborted_together() -> None:
     assert not target.is_running(request)
     request = target.add([1], SamplingParams(n=3, max_tokens=20))
     assert [d.index for d in target.abort(request)] == [0, 1, 2]
+
+
+def test_a_prompt_is_looked_through_once_for_all_its_completions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = engine(Pipeline())
+    # Eleven blocks of four, which are then in the prefix cache.
+    prompt = [1, 2, 3, 4, 5] * 9
+    target.add(prompt, SamplingParams(max_tokens=1))
+    run(target)
+    hashed, read = 0, 0
+    stream = target.detokenizer.stream
+
+    def counted(parent: bytes, tokens: list[int]) -> bytes:
+        nonlocal hashed
+        hashed += 1
+        return block_key(parent, tokens)
+
+    def watched(prompt: list[int]) -> TextStream:
+        nonlocal read
+        read += 1
+        return stream(prompt)
+
+    monkeypatch.setattr("headrace.engine.prefix_cache.block_key", counted)
+    monkeypatch.setattr(target.detokenizer, "stream", watched)
+    target.add(prompt, SamplingParams(n=8, max_tokens=3))
+    deltas = run(target)
+    assert {delta.cached_tokens for delta in deltas} == {44}
+    assert (hashed, read) == (11, 1)
+    for index in range(8):
+        assert "".join(d.text for d in deltas if d.index == index) == " t3 t3 t3"
 
 
 def test_costs_are_learnt_from_reports_and_given_to_the_scheduler() -> None:

@@ -49,6 +49,9 @@ class TextStream(Protocol):
     def finish(self) -> str:
         """What is left when the sequence ends: bytes of an unfinished character as U+FFFD."""
 
+    def copy(self) -> "TextStream":
+        """Another sequence's, that goes on from here by itself."""
+
 
 class Detokenizer:
     """What the streams of all sequences share; made once, and fast whatever the vocabulary.
@@ -96,7 +99,8 @@ class Detokenizer:
         """The text of a new sequence: what its tokens add to the text of its prompt.
 
         So the first space is there unless the prompt has no text, and a character that the prompt
-        began belongs to what comes after it. Costs the prompt's last few tokens, as a rule.
+        began belongs to what comes after it. Costs the prompt's last few tokens, as a rule, but all
+        if they are blank: completions of one prompt copy the first one's.
         """
         if self._spelled_in_bytes:
             return _ByteStream(self._texts, self._bytes, self._unfinished_bytes(prompt))
@@ -238,6 +242,9 @@ class _ByteStream:
         self._unfinished = b""
         return text
 
+    def copy(self) -> "_ByteStream":
+        return _ByteStream(self._texts, self._bytes, self._unfinished)
+
 
 class _TokenStream:
     """Text of tokens that are text themselves, decoded after a context whose text is out."""
@@ -300,6 +307,13 @@ class _TokenStream:
         text = self._decode([*self._context, *self._held])[self._done :]
         self._held = []
         return text
+
+    def copy(self) -> "_TokenStream":
+        other = _TokenStream(self._texts, self._contents, self._decode, self._token_by_token)
+        other._inside, other._done = self._inside, self._done
+        other._context, other._held = list(self._context), list(self._held)
+        other._run = bytearray(self._run)
+        return other
 
     def begin_inside(self) -> None:
         """Go on as after a text whose decoding can change no more."""

@@ -152,6 +152,8 @@ class Engine:
         samplings = [resolve(params, (seed + index) & MAX_SEED) for index in range(params.n)]
         # One completion's report on the prompt serves all.
         samplings[1:] = [replace(sampling, prompt_logprobs=None) for sampling in samplings[1:]]
+        # What completions have of their prompt is worked out once.
+        begun, prompt_keys = self.detokenizer.stream(prompt), list[bytes]()
         self._requests[request_id] = []
         for index, sampling in enumerate(samplings):
             sequence = Sequence(
@@ -166,6 +168,7 @@ class Engine:
                 stop_tokens=prepared.stop_tokens,
                 salt=salt,
                 report_size=prepared.report_size,
+                prompt_keys=prompt_keys,
             )
             self.scheduler.add(sequence)
             self._requests[request_id].append(sequence)
@@ -174,7 +177,7 @@ class Engine:
                 stops = StopStrings(
                     prepared.stops, params.include_stop_str_in_output, params.min_tokens
                 )
-            self._texts[sequence] = _Text(self.detokenizer.stream(prompt), stops)
+            self._texts[sequence] = _Text(begun.copy(), stops)
         return request_id
 
     def abort(self, request_id: int) -> list[OutputDelta]:

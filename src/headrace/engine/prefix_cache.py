@@ -78,9 +78,19 @@ class PrefixCache:
     def _key(self, sequence: Sequence, number: int) -> bytes:
         """The key of a block that is full of accepted tokens; those before it are worked out too,
         but none after: most are never asked for."""
-        size, keys = self._block_size, sequence.keys
-        while len(keys) <= number:
-            start = len(keys) * size
-            tokens = tokens_between(sequence, start, start + size)
-            keys.append(block_key(keys[-1] if keys else root_key(sequence.salt), tokens))
-        return keys[number]
+        of_prompt, own = sequence.prompt_keys, sequence.keys
+        if number < len(of_prompt):
+            return of_prompt[number]
+        size = self._block_size
+        most = len(sequence.prompt) // size
+        parent = of_prompt[-1] if of_prompt else root_key(sequence.salt)
+        for block in range(len(of_prompt), min(number + 1, most)):
+            parent = block_key(parent, sequence.prompt[block * size : (block + 1) * size])
+            of_prompt.append(parent)
+        if own:
+            parent = own[-1]
+        for block in range(most + len(own), number + 1):
+            tokens = tokens_between(sequence, block * size, (block + 1) * size)
+            parent = block_key(parent, tokens)
+            own.append(parent)
+        return of_prompt[number] if number < most else own[number - most]

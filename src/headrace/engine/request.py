@@ -27,14 +27,15 @@ class Sequence:
     planned_outputs: tokens accepted, or that plans asked to be sampled; newest_sample refers to the
     newest of those. in_flight: rows whose result has not arrived.
 
-    salt: what the prefix cache tells its tokens apart by from the same of others. keys:
-    prefix-cache keys of its full blocks of known tokens, as far as worked out; published: how many
-    of its blocks are in the prefix cache. prompt_logprobs: how many prompt tokens after the first
-    have theirs; report_size: log-probabilities in the report on one of them. cached_tokens:
-    positions that its first admission found in the prefix cache. expected_prefill: while it waits,
-    the tokens that it will probably have to compute. owed_prefill: how many more tokens others had
-    than it while it was first in line. queued_at, admitted_at: when it came and when it first had a
-    slot, on the scheduler's clock.
+    salt: what the prefix cache tells its tokens apart by from the same of others. prompt_keys,
+    keys: prefix-cache keys of its full blocks of known tokens, as far as worked out: those of
+    prompt tokens alone, in one list for all completions of the request, and the rest. published:
+    how many of its blocks are in the prefix cache. prompt_logprobs: how many prompt tokens after
+    the first have theirs; report_size: log-probabilities in the report on one of them.
+    cached_tokens: positions that its first admission found in the prefix cache. expected_prefill:
+    while it waits, the tokens that it will probably have to compute. owed_prefill: how many more
+    tokens others had than it while it was first in line. queued_at, admitted_at: when it came and
+    when it first had a slot, on the scheduler's clock.
     """
 
     request_id: int
@@ -54,6 +55,7 @@ class Sequence:
     newest_sample: TokenRef | None = None
     microbatch: int | None = None
     in_flight: int = 0
+    prompt_keys: list[bytes] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     published: int = 0
     prompt_logprobs: int = 0

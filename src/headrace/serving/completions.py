@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from headrace.engine.detokenizer import Detokenizer
+from headrace.engine.detokenizer import Detokenizer, TextStream
 from headrace.protocol.messages import TokenLogprobs
 from headrace.protocol.sampling_params import SamplingParams
 from headrace.serving.answer_size import check_answer_size
@@ -180,6 +180,7 @@ class _Answer:
         # By the prompt's number, since all its choices show the same.
         self._columns: dict[int, CompletionColumns] = {}
         self._reports: dict[int, Pieces] = {}
+        self._streams: dict[int, TextStream] = {}
 
     def wrap(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
         kind: Literal["text_completion"] = "text_completion"
@@ -208,8 +209,7 @@ class _Answer:
             if begins and body.echo:
                 columns.append(await self._prompt_columns(number, choices.reports[number]))
             if choice.offsets is None:
-                stream = self._detokenizer.stream(self.prompts[number])
-                choice.offsets = TextOffsets(stream, len(shown.text))
+                choice.offsets = TextOffsets(self._begun(number).copy(), len(shown.text))
             work = completion_columns(tokens, choice.offsets.next, self._as_ids, self._reader)
             columns.append(await in_turns(work, self._writing))
             later.append(completion_logprobs(columns))
@@ -232,6 +232,12 @@ class _Answer:
             work = completion_columns(tokens, lambda *_: next(offsets), self._as_ids, self._reader)
             self._columns[number] = await in_turns(work, self._writing)
         return self._columns[number]
+
+    def _begun(self, number: int) -> TextStream:
+        """A stream at the end of a prompt."""
+        if number not in self._streams:
+            self._streams[number] = self._detokenizer.stream(self.prompts[number])
+        return self._streams[number]
 
     async def _report(self, number: int, report: list[TokenLogprobs]) -> Pieces:
         if number not in self._reports:
