@@ -46,23 +46,30 @@ def situations(draw: st.DrawFn) -> Situation:
     )
 
 
-def chunk_seconds(cost: StepCost, start: int, count: int) -> float:
-    return cost.added(StepWork(count, chunk_attended(start, count), 0))
+def chunk_seconds(cost: StepCost, start: int, count: int, reported: bool = False) -> float:
+    return cost.added(StepWork(count, chunk_attended(start, count), count * reported))
 
 
 def granted(policy: PrefillPolicy, situation: Situation) -> int:
     return policy.allow(situation).take(0, situation.pending.tokens)
 
 
-@given(costs, st.integers(0, 5000), st.floats(0, 10), st.integers(0, 10_000), st.integers(0, 10**6))
+@given(
+    costs,
+    st.integers(0, 5000),
+    st.floats(0, 10),
+    st.integers(0, 10_000),
+    st.integers(0, 10**6),
+    st.booleans(),
+)
 def test_an_allowance_gives_the_longest_chunk_that_fits(
-    cost: StepCost, tokens: int, seconds: float, wanted: int, start: int
+    cost: StepCost, tokens: int, seconds: float, wanted: int, start: int, reported: bool
 ) -> None:
-    count = StepAllowance(tokens, seconds, cost).take(start, wanted)
+    count = StepAllowance(tokens, seconds, cost).take(start, wanted, reported)
     assert 0 <= count <= min(tokens, wanted)
-    assert chunk_seconds(cost, start, count) <= seconds * (1 + 1e-9)
+    assert chunk_seconds(cost, start, count, reported) <= seconds * (1 + 1e-9)
     if count < min(tokens, wanted):
-        assert chunk_seconds(cost, start, count + 1) >= seconds * (1 - 1e-9)
+        assert chunk_seconds(cost, start, count + 1, reported) >= seconds * (1 - 1e-9)
 
 
 def test_an_allowance_deducts_what_it_gave() -> None:
@@ -74,6 +81,13 @@ def test_an_allowance_deducts_what_it_gave() -> None:
     assert allowance.take(500, 30) == 30
     assert allowance.take(530, 100) == pytest.approx(40, abs=1)
     assert allowance.take(0, 100) <= 1
+
+
+def test_reported_tokens_are_deducted_as_sampled_rows_too() -> None:
+    allowance = StepAllowance(10_000, chunk_seconds(COST, 500, 70, reported=True), COST)
+    assert allowance.take(500, 30, reported=True) == 30
+    assert allowance.take(530, 100, reported=True) == pytest.approx(40, abs=1)
+    assert allowance.take(0, 100, reported=True) <= 1
 
 
 def test_far_into_a_long_prompt_fewer_tokens_fit() -> None:

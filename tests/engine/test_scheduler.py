@@ -658,6 +658,26 @@ def test_a_limit_on_the_gap_is_one_on_each_of_the_steps_in_it(
     assert prefilled(engine.plan()) == {0: 100}
 
 
+def test_what_a_step_reports_of_prompts_is_part_of_its_work_and_of_its_limit() -> None:
+    """Each such token passes the output projection, as one that is sampled does."""
+    engine = scheduler(
+        num_microbatches=1,
+        num_stages=1,
+        max_num_batched_tokens=1000,
+        max_model_len=1000,
+        num_blocks=400,
+        max_itl_s=0.1205,
+    )
+    engine.cost = StepCost(fixed=0.020, per_token=1e-3, per_position=0.0, per_sampled=1e-3)
+    engine.add(sequence(0, 120, 2, prompt_logprobs=1))
+    assert prefilled(engine.plan()) == {0: 50}
+    assert engine.newest_work.sampled == 50
+    assert prefilled(engine.plan()) == {0: 50}
+    # The last token has no report, but one is sampled after it.
+    assert prefilled(engine.plan()) == {0: 20}
+    assert engine.newest_work.sampled == 20
+
+
 def test_an_end_before_min_tokens_is_none() -> None:
     engine = scheduler()
     one = sequence(0, 3, 6, min_tokens=3, stop_token_ids=[5])

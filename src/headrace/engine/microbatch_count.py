@@ -70,7 +70,7 @@ class MicrobatchTuner:
     most: int
     _wanted: list[int] = field(default_factory=list, init=False)
     _trying: int = field(default=0, init=False)
-    # The newest step with so many decode rows and nothing else.
+    # The newest step with so many rows, each of which passed the output projection: of decode.
     _seen: dict[int, int] = field(default_factory=dict, init=False)
     _newest: int = field(default=0, init=False)
     # Whether there was such a step since the last trial: without one another would tell nothing.

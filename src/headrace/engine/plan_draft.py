@@ -74,7 +74,9 @@ class PlanDraft:
     appended: list[BlocksAppended] = field(default_factory=list)
     rules: list[TokenRules] = field(default_factory=list)
     _tokens: int = 0
+    # Of prompts: log-probabilities, and the positions that have them.
     _reported: int = 0
+    _reported_positions: int = 0
     _attended: int = 0
     _sequences: list[Sequence] = field(default_factory=list)
     _samples: list[bool] = field(default_factory=list)
@@ -101,6 +103,7 @@ class PlanDraft:
             yields |= Yield.PROMPT_LOGPROBS
             self._starts[len(self.rows)] = start
             self._reported += count * sequence.report_size
+            self._reported_positions += min(count, len(sequence.prompt) - 1 - start)
         inputs: list[int | TokenRef] = list(sequence.known[start:end])
         self.rows.append(Row(sequence.slot, inputs, start, yields))
         sequence.planned_positions = end
@@ -120,7 +123,7 @@ class PlanDraft:
     @property
     def work(self) -> StepWork:
         """What the step carries so far."""
-        return StepWork(self._tokens, self._attended, sum(self._samples))
+        return StepWork(self._tokens, self._attended, sum(self._samples) + self._reported_positions)
 
     def plan(self, epoch: int, released: list[int], dropped: list[int]) -> Plan:
         """The plan, complete."""

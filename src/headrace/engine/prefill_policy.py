@@ -43,28 +43,35 @@ class StepAllowance:
     cost: StepCost
     least: int = 0
 
-    def take(self, start: int, wanted: int) -> int:
+    def take(self, start: int, wanted: int, reported: bool = False) -> int:
         """How many of a sequence's next `wanted` tokens fit, the first at position `start`.
 
-        They are deducted, and a sampled row if they are all. 0: the step is full.
+        They are deducted, and a sampled row if they are all. reported: each has log-probabilities,
+        which costs a sampled row, too. 0: the step is full.
         """
         count = max(0, min(wanted, self.tokens))
-        if self._seconds(start, count) > max(self.seconds, 0.0):
-            count = min(count, max(self._fitting(start), self.least))
+        if self._seconds(start, count, reported) > max(self.seconds, 0.0):
+            count = min(count, max(self._fitting(start, reported), self.least))
         self.tokens -= count
-        self.seconds -= self._seconds(start, count) + self.cost.per_sampled * (count == wanted)
+        self.seconds -= self._seconds(start, count, reported)
+        if count == wanted and not reported:
+            self.seconds -= self.cost.per_sampled
         self.least = max(0, self.least - count)
         return count
 
-    def _seconds(self, start: int, count: int) -> float:
-        return self.cost.added(StepWork(count, chunk_attended(start, count), 0))
+    def _seconds(self, start: int, count: int, reported: bool) -> float:
+        return self.cost.added(
+            StepWork(count, chunk_attended(start, count), count if reported else 0)
+        )
 
-    def _fitting(self, start: int) -> int:
+    def _fitting(self, start: int, reported: bool) -> int:
         """The longest chunk within the seconds: the root of a quadratic, as each token of a chunk
         attends to one position more than the one before."""
         seconds = max(0.0, self.seconds)
         curve = self.cost.per_position / 2
         slope = self.cost.per_token + self.cost.per_position * (start + 0.5)
+        if reported:
+            slope += self.cost.per_sampled
         return int(2 * seconds / (slope + math.sqrt(slope**2 + 4 * curve * seconds)))
 
 

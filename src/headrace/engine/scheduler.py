@@ -316,7 +316,8 @@ class Scheduler:
             if not to_report:
                 # The next step has room again; others need none.
                 continue
-            count = allowance.take(start, min(sequence.length - start, to_report))
+            wanted = min(sequence.length - start, to_report)
+            count = allowance.take(start, wanted, sequence.wants_prompt_logprobs)
             if count == 0:
                 break
             self._admit(draft, sequence, cached)
@@ -339,7 +340,11 @@ class Scheduler:
     def _situation(self, draft: PlanDraft) -> Situation:
         groups = self.decode_work
         running = [
-            StepWork(s.prefill_left, chunk_attended(s.planned_positions, s.prefill_left), 1)
+            StepWork(
+                s.prefill_left,
+                chunk_attended(s.planned_positions, s.prefill_left),
+                s.prefill_left if s.wants_prompt_logprobs else 1,
+            )
             for s in self._prefilling
         ]
         return Situation(
@@ -382,7 +387,8 @@ class Scheduler:
         if not to_report:
             # As above.
             return True
-        count = allowance.take(start, min(room, sequence.prefill_left, to_report))
+        wanted = min(room, sequence.prefill_left, to_report)
+        count = allowance.take(start, wanted, sequence.wants_prompt_logprobs)
         if count == 0:
             return False
         self._add_chunk(draft, sequence, count)
