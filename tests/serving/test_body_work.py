@@ -1,7 +1,9 @@
 """Bodies are weighed before they are decoded, in pieces, whatever is in them."""
 
 import asyncio
+import gc
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from headrace.serving.body import MOST_BODIES, Bodies
-from headrace.serving.body_work import _pieces, _Scan, check_work
+from headrace.serving.body_work import SMALL, _pieces, _Scan, check_work
 from headrace.serving.errors import ApiError
 from headrace.serving.requests import DetokenizeBody
 from headrace.serving.settings import ServerSettings
@@ -149,3 +151,80 @@ def test_bodies_that_arrive_together_have_a_bound_and_leave_their_room() -> None
         assert (await bodies.read(request(largest), DetokenizeBody)).tokens == [1]
 
     asyncio.run(main())
+
+
+def request_of(*pieces: bytes) -> Request:
+    """A request whose body comes in these pieces."""
+    left = list(pieces)
+
+    async def receive() -> dict[str, Any]:
+        piece = left.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": bool(left)}
+
+    headers = [(b"content-type", b"application/json")]
+    return Request({"type": "http", "method": "POST", "headers": headers}, receive)
+
+
+def test_large_bodies_are_weighed_one_after_the_other_and_small_ones_pass_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or a turn of the event loop would have a piece of each in it."""
+    within = most = 0
+
+    async def weigh(data: bytearray) -> None:
+        nonlocal within, most
+        within += 1
+        most = max(most, within)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        within -= 1
+
+    monkeypatch.setattr("headrace.serving.body.check_work", weigh)
+    bodies = Bodies(ServerSettings(served_model_names=("m",)))
+    large = b'{"tokens": [1]' + b" " * SMALL + b"}"
+
+    async def main() -> None:
+        reading = [
+            asyncio.ensure_future(bodies.read(request_of(large), DetokenizeBody)) for _ in range(5)
+        ]
+        await asyncio.sleep(0)
+        await bodies.read(request_of(b'{"tokens": [1]}'), DetokenizeBody)
+        assert not any(one.done() for one in reading)
+        await asyncio.gather(*reading)
+
+    asyncio.run(main())
+    assert most == 1
+
+
+@pytest.mark.parametrize(
+    ("pieces", "status"),
+    [
+        ([b" " * 3_000_000, b" " * 3_000_000], 413),
+        ([b'{"tokens": [' + b"0.5," * 300_000 + b"1]}"], 400),
+        ([b'{"tokens": [' + b"1," * 1_900_000 + b"1]}"], 400),
+    ],
+    ids=["too large", "wrong", "too much in it"],
+)
+def test_a_refused_body_is_forgotten_at_once(pieces: list[bytes], status: int) -> None:
+    """Not only when the collector finds that what was raised refers to itself."""
+    bodies = Bodies(ServerSettings(served_model_names=("m",), max_body_bytes=5_000_000))
+
+    async def main() -> None:
+        found = 0
+        try:
+            await bodies.read(request_of(*pieces), DetokenizeBody)
+        except ApiError as error:
+            found = error.status
+        assert found == status
+
+    asyncio.run(main())
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        asyncio.run(main())
+        left, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert left < 500_000

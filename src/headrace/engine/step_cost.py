@@ -11,8 +11,8 @@ class StepWork(NamedTuple):
     """What a step carries.
 
     tokens: input tokens. attended: positions that they attend to, added up (a token at position p
-    attends to p + 1). sampled: rows of the last stage's output projection: one for each token that is
-    sampled, and one for each prompt token whose log-probabilities are reported.
+    attends to p + 1). sampled: rows of the last stage's output projection, one for each token that
+    is sampled, and one for each prompt token whose log-probabilities are reported.
     """
 
     tokens: int

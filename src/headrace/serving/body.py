@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 
 from headrace.serving.answers import ClientGone
-from headrace.serving.body_work import check_work
+from headrace.serving.body_work import SMALL, check_work
 from headrace.serving.errors import ApiError
 from headrace.serving.lenient import lenient
 from headrace.serving.requests import Body
@@ -36,6 +36,9 @@ class Bodies:
         self._settings = settings
         # Bytes that came and are not decoded yet.
         self._held = 0
+        # Large ones are weighed and decoded one after the other: each piece of one takes its turn
+        # in the event loop, and together they would take all of them.
+        self._turn = asyncio.Lock()
 
     async def read(self, request: Request, kind: type[_Body]) -> _Body:
         """A body as an object of this kind. Raises ApiError for what is wrong with it."""
@@ -45,20 +48,18 @@ class Bodies:
             await self._receive(request, data)
             if not data:
                 raise ApiError(400, "there is no body: send a JSON object")
-            await check_work(data)
-            return decoded(data, kind)
+            if len(data) <= SMALL:
+                return decoded(data, kind)
+            async with self._turn:
+                await check_work(data)
+                return decoded(data, kind)
         finally:
             self._held -= len(data)
 
     async def _receive(self, request: Request, data: bytearray) -> None:
         limit = self._settings.max_body_bytes
-        too_large = ApiError(
-            413,
-            f"the body is larger than the {limit} bytes that --max-body-size allows",
-            unread=True,
-        )
         if int(request.headers.get("content-length", "0")) > limit:
-            raise too_large
+            raise _too_large(limit, unread=True)
         try:
             async with asyncio.timeout(self._settings.read_timeout):
                 while True:
@@ -68,8 +69,7 @@ class Bodies:
                     data += message["body"]
                     self._held += len(message["body"])
                     if len(data) > limit:
-                        too_large.unread = message["more_body"]
-                        raise too_large
+                        raise _too_large(limit, unread=message["more_body"])
                     if self._held > MOST_BODIES * limit:
                         raise ApiError(
                             503,
@@ -86,6 +86,14 @@ class Bodies:
                 f"the body did not arrive within {self._settings.read_timeout:g} s",
                 unread=True,
             ) from None
+
+
+def _too_large(limit: int, unread: bool) -> ApiError:
+    return ApiError(
+        413,
+        f"the body is larger than the {limit} bytes that --max-body-size allows",
+        unread=unread,
+    )
 
 
 def _check_type(request: Request) -> None:
@@ -127,12 +135,11 @@ def _converted(data: bytearray, kind: type[_Body]) -> _Body:
         # No field is read in another way that is not there.
         if str(error).startswith("Object "):
             raise
-        first = error
-    try:
-        values = msgspec.json.decode(data)
-    except msgspec.ValidationError:
-        # Numbers without end, whose field only the first error names.
-        raise first from None
+        try:
+            values = msgspec.json.decode(data)
+        except msgspec.ValidationError:
+            # Numbers without end, whose field only the first error names.
+            raise error from None
     return msgspec.convert(lenient(values, kind), kind, str_keys=True)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from headrace.serving.errors import ApiError
 
 # Smaller ones cannot cost much, whatever is in them.
-_SMALL = 64 * 1024
+SMALL = 64 * 1024
 # As much as is looked at in one go.
 _PIECE = 64 * 1024
 # Each byte outside of texts counts as one, and what takes longer as more.
@@ -28,8 +28,6 @@ async def check_work(data: bytearray) -> None:
 
     Others have their turn all the while. Whether it is JSON is not looked at.
     """
-    if len(data) <= _SMALL:
-        return
     scan = _Scan()
     for piece in _pieces(data):
         scan.take(piece)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
 import ssl
@@ -114,6 +115,10 @@ async def _run(
     try:
         if (engine := await _loaded(loader, stop)) is not None:
             service.attach(engine)
+            # What is there now stays: the collector would walk through it for 60 ms, again and
+            # again, while everybody waits.
+            gc.collect()
+            gc.freeze()
             on_ready(engine)
             await _first(stop.wait(), engine.ended(), answering)
             if engine.error is None and not answering.done():

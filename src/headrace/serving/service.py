@@ -23,8 +23,9 @@ from headrace.serving.settings import ServerSettings
 
 _log = logging.getLogger(__name__)
 
-# Texts longer than this are tokenized beside the event loop: the others go on meanwhile.
-_LONG_TEXT = 20_000
+# Texts longer than this are tokenized beside the event loop: the others go on meanwhile. Shorter
+# ones take two milliseconds at most.
+_LONG_TEXT = 2000
 
 
 class Service:
@@ -41,6 +42,8 @@ class Service:
         # Large reports are written one after the other: each piece of one takes its turn in the
         # event loop, and together they would take all of them.
         self.writing = asyncio.Lock()
+        # As with reports: one short text of all requests is tokenized before others have a turn.
+        self._tokenizing = asyncio.Lock()
         # Completions that run or wait, of all requests.
         self._open = 0
         self._answering = 0
@@ -107,20 +110,23 @@ class Service:
                 code="context_length_exceeded",
             )
         try:
-            if len(text) > _LONG_TEXT:
-                return await asyncio.to_thread(encode, text, add_special_tokens)
-            # Others have their turn between the prompts of one request.
-            await asyncio.sleep(0)
-            return encode(text, add_special_tokens)
+            return await self._tokenized(encode, text, add_special_tokens)
         except UsageError as error:
             raise ApiError(400, f"{field}: {error}", param=field) from error
 
     async def offsets(self, text: str, add_special_tokens: bool) -> list[int]:
         """Where the tokens of a text that was encoded begin in it."""
         offsets = self.ready().running.tokenizer.offsets
+        return await self._tokenized(offsets, text, add_special_tokens)
+
+    async def _tokenized(
+        self, work: Callable[[str, bool], list[int]], text: str, add_special_tokens: bool
+    ) -> list[int]:
         if len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(offsets, text, add_special_tokens)
-        return offsets(text, add_special_tokens)
+            return await asyncio.to_thread(work, text, add_special_tokens)
+        async with self._tokenizing:
+            await asyncio.sleep(0)
+            return work(text, add_special_tokens)
 
     async def begin(
         self,
