@@ -1,3 +1,4 @@
+import sys
 from typing import Any
 
 import pytest
@@ -181,6 +182,31 @@ def test_what_the_last_stage_needs_is_handed_on() -> None:
         presence_penalty=0.5, frequency_penalty=-0.5, min_tokens=4, logprobs=2, prompt_logprobs=-1,
     )  # fmt: skip
     assert resolve(SamplingParams(), 9) == Sampling(seed=9)
+
+
+@pytest.mark.parametrize(
+    "long",
+    [
+        {"logit_bias": dict.fromkeys(range(2000), 1.0)},
+        {"logit_bias": dict.fromkeys(range(2000), 1e9)},
+        {"stop_token_ids": list(range(2000))},
+    ],
+)
+def test_long_lists_are_checked_without_a_call_for_each_entry(long: dict[str, Any]) -> None:
+    """The server checks them between everybody else's tokens."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        params(**long)
+    finally:
+        sys.setprofile(before)
+    assert 0 < calls < 1000
 
 
 def test_top_k_minus_one_is_none() -> None:

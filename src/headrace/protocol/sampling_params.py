@@ -1,7 +1,7 @@
 """What a client may ask of the choice of tokens, and what of it goes to the last stage."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -168,19 +168,21 @@ class SamplingParams(msgspec.Struct, metaclass=_KnownNames, frozen=True, kw_only
                     raise UsageError(f"{name} {text!r}: not valid Unicode text") from None
 
     def _check_tokens(self) -> None:
-        for token in self.stop_token_ids:
-            _check_range("stop_token_ids: each", token, 0, _MAX_COUNT)
-        if self.logit_bias is None:
+        # Nothing is called for each entry: there may be one for every token of the vocabulary.
+        _check_each("stop_token_ids: each", self.stop_token_ids)
+        if not self.logit_bias:
             return
-        for token, bias in self.logit_bias.items():
-            _check_range("logit_bias: each token id", token, 0, _MAX_COUNT)
-            if math.isnan(bias):
-                raise UsageError(f"logit_bias: the value of token {token} must not be nan")
-        msgspec.structs.force_setattr(
-            self,
-            "logit_bias",
-            {t: min(max(b, -_MOST_BIAS), _MOST_BIAS) for t, b in self.logit_bias.items()},
-        )
+        _check_each("logit_bias: each token id", self.logit_bias)
+        biases = self.logit_bias.values()
+        if any(map(math.isnan, biases)):
+            token = next(token for token, bias in self.logit_bias.items() if math.isnan(bias))
+            raise UsageError(f"logit_bias: the value of token {token} must not be nan")
+        bounded = dict(self.logit_bias)
+        if min(biases) < -_MOST_BIAS or max(biases) > _MOST_BIAS:
+            for token, bias in self.logit_bias.items():
+                if not -_MOST_BIAS <= bias <= _MOST_BIAS:
+                    bounded[token] = _MOST_BIAS if bias > 0 else -_MOST_BIAS
+        msgspec.structs.force_setattr(self, "logit_bias", bounded)
 
 
 def resolve(params: SamplingParams, seed: int) -> Sampling:
@@ -201,6 +203,12 @@ def resolve(params: SamplingParams, seed: int) -> Sampling:
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
     )
+
+
+def _check_each(name: str, tokens: Collection[int]) -> None:
+    if tokens:
+        for token in (min(tokens), max(tokens)):
+            _check_range(name, token, 0, _MAX_COUNT)
 
 
 def _check_range(name: str, value: float, low: float, high: float, also: str = "") -> None:
