@@ -12,6 +12,7 @@ from hypothesis.stateful import (
 )
 
 from headrace.engine.limits import SchedulerConfig
+from headrace.engine.plan_draft import MOST_REPORTED
 from headrace.engine.prefill_order import FirstCome, PrefillOrder
 from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Scheduler
@@ -676,6 +677,27 @@ def test_what_a_step_reports_of_prompts_is_part_of_its_work_and_of_its_limit() -
     # The last token has no report, but one is sampled after it.
     assert prefilled(engine.plan()) == {0: 20}
     assert engine.newest_work.sampled == 20
+
+
+def test_a_step_reports_no_more_than_its_share_and_those_that_wait_have_their_turn() -> None:
+    """Of many requests, as of one; others have their token in every step."""
+    engine = scheduler(num_microbatches=1, window=1, max_num_batched_tokens=1000)
+    large = [sequence(number, 2, 12, ignore_eos=True, logprobs=1) for number in range(3)]
+    other = sequence(3, 2, 12, ignore_eos=True)
+    for one in large:
+        one.own_report_size = MOST_REPORTED // 2 + 1
+    for one in (*large, other):
+        engine.add(one)
+    # The first token of one is a report as well.
+    first = run(engine, 1)[0]
+    assert sum(row.yields & Yield.TOKEN > 0 for row in first.rows) == 2
+    run(engine, 2)
+    assert all(one.outputs for one in large)
+    before = [len(one.outputs) for one in large]
+    plans = run(engine, 6)
+    assert [len(plan.rows) for plan in plans] == [2] * 6
+    assert [len(one.outputs) - count for one, count in zip(large, before, strict=True)] == [2] * 3
+    assert len(other.outputs) == 9
 
 
 def test_an_end_before_min_tokens_is_none() -> None:

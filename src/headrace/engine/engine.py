@@ -168,6 +168,7 @@ class Engine:
                 stop_tokens=prepared.stop_tokens,
                 salt=salt,
                 report_size=prepared.report_size,
+                own_report_size=prepared.own_report_size,
                 prompt_keys=prompt_keys,
             )
             self.scheduler.add(sequence)

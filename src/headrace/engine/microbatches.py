@@ -45,6 +45,12 @@ class Microbatches:
         """The group's sequences; not to be changed."""
         return self._groups[group].sequences
 
+    def put_first(self, group: int, postponed: list[Sequence]) -> None:
+        """Let those of a group's sequences that had no row in its step be the first in its next."""
+        late = {id(sequence): sequence for sequence in postponed if sequence.microbatch == group}
+        members = self._groups[group].sequences
+        members[:] = [*late.values(), *(one for one in members if id(one) not in late)]
+
     def work(self, group: int) -> StepWork:
         """What a step with one row of each of the group's sequences carries."""
         rows = len(self._groups[group].sequences)

@@ -21,9 +21,9 @@ from headrace.protocol.plan import (
 # position of the prompt logprobs in it.
 RowResult = tuple[Sequence, int | None, RowLogprobs | None, int]
 
-# Log-probabilities that a step may report of prompts, but for a single position's, which may be
-# more (the whole vocabulary's): each takes some 100 bytes on the last stage, twice that in the
-# engine.
+# Log-probabilities that a step may report of what it prefills, and again of what it decodes, but
+# for a single position's, which may be more (the whole vocabulary's): each takes some 100 bytes on
+# the last stage, twice that in the engine.
 MOST_REPORTED = 2**17
 
 
@@ -74,7 +74,8 @@ class PlanDraft:
     appended: list[BlocksAppended] = field(default_factory=list)
     rules: list[TokenRules] = field(default_factory=list)
     _tokens: int = 0
-    # Of prompts: log-probabilities, and the positions that have them.
+    # Log-probabilities: of decode rows; of chunks. And the prompts' positions that have some.
+    _decode_reported: int = 0
     _reported: int = 0
     _reported_positions: int = 0
     _attended: int = 0
@@ -89,6 +90,7 @@ class PlanDraft:
         sequence.planned_positions += 1
         self._note(sequence, samples=True)
         self.decode_rows += 1
+        self._decode_reported += sequence.own_report_size
         self._tokens += 1
         self._attended += sequence.planned_positions
 
@@ -104,6 +106,8 @@ class PlanDraft:
             self._starts[len(self.rows)] = start
             self._reported += count * sequence.report_size
             self._reported_positions += min(count, len(sequence.prompt) - 1 - start)
+        if last:
+            self._reported += sequence.own_report_size
         inputs: list[int | TokenRef] = list(sequence.known[start:end])
         self.rows.append(Row(sequence.slot, inputs, start, yields))
         sequence.planned_positions = end
@@ -115,10 +119,16 @@ class PlanDraft:
 
     def room_to_report(self, sequence: Sequence) -> int:
         """How many of a sequence's tokens the step may take on, for what it reports of them."""
+        room = MOST_REPORTED - self._reported
         if not sequence.wants_prompt_logprobs:
-            return sequence.length
-        room = (MOST_REPORTED - self._reported) // sequence.report_size
-        return max(room, 0 if self._reported else 1)
+            own = sequence.own_report_size
+            return 0 if self._reported and own > room else sequence.length
+        return max(room // sequence.report_size, 0 if self._reported else 1)
+
+    def room_to_decode(self, sequence: Sequence) -> bool:
+        """Whether the step may take on its next token, for what it reports of that."""
+        reported = self._decode_reported
+        return not reported or reported + sequence.own_report_size <= MOST_REPORTED
 
     @property
     def work(self) -> StepWork:

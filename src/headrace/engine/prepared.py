@@ -19,7 +19,8 @@ class Prepared:
     """What all completions of all prompts with these parameters share.
 
     rules, stops: None if there are none. stop_tokens: params.stop_token_ids, quick to look in.
-    report_size: log-probabilities that are reported of a prompt token, if any are asked for.
+    report_size: log-probabilities that are reported of a prompt token, if any are asked for;
+    own_report_size: of a token that is sampled.
     """
 
     params: SamplingParams
@@ -27,6 +28,7 @@ class Prepared:
     stops: StopPatterns | None
     stop_tokens: frozenset[int]
     report_size: int
+    own_report_size: int
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Preparation:
             StopPatterns(tuple(params.stop)) if params.stop else None,
             frozenset(params.stop_token_ids),
             self._count(params.prompt_logprobs or 0) + 1,
+            0 if params.logprobs is None else self._count(params.logprobs) + 1,
         )
 
     def check_tokens(self, name: str, tokens: Collection[int]) -> None:

@@ -31,11 +31,12 @@ class Sequence:
     keys: prefix-cache keys of its full blocks of known tokens, as far as worked out: those of
     prompt tokens alone, in one list for all completions of the request, and the rest. published:
     how many of its blocks are in the prefix cache. prompt_logprobs: how many prompt tokens after
-    the first have theirs; report_size: log-probabilities in the report on one of them.
-    cached_tokens: positions that its first admission found in the prefix cache. expected_prefill:
-    while it waits, the tokens that it will probably have to compute. owed_prefill: how many more
-    tokens others had than it while it was first in line. queued_at, admitted_at: when it came and
-    when it first had a slot, on the scheduler's clock.
+    the first have theirs; report_size: log-probabilities in the report on one of them,
+    own_report_size: in that on a token that it samples. cached_tokens: positions that its first
+    admission found in the prefix cache. expected_prefill: while it waits, the tokens that it will
+    probably have to compute. owed_prefill: how many more tokens others had than it while it was
+    first in line. queued_at, admitted_at: when it came and when it first had a slot, on the
+    scheduler's clock.
     """
 
     request_id: int
@@ -70,6 +71,7 @@ class Sequence:
     stop_tokens: frozenset[int] = frozenset()
     salt: bytes = b""
     report_size: int = 1
+    own_report_size: int = 0
 
     @property
     def finished(self) -> bool:

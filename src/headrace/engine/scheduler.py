@@ -262,6 +262,7 @@ class Scheduler:
         size = self.config.block_size
         token: int | TokenRef
         start: int | None
+        postponed = []
         for sequence in list(self._groups.members(draft.group)):
             position = sequence.planned_positions
             index = position - len(sequence.prompt)
@@ -272,6 +273,9 @@ class Scheduler:
                 token, start = sequence.newest_sample, None
                 if token.step > newest or sequence.planned_outputs >= sequence.max_outputs:
                     continue
+            if not draft.room_to_decode(sequence):
+                postponed.append(sequence)
+                continue
             if sequence.microbatch is None or (
                 position == len(sequence.blocks) * size
                 and not self._append_blocks(draft, sequence, 1)
@@ -279,6 +283,8 @@ class Scheduler:
                 # Preempted by an older row of this very step, or to wait until there is room.
                 continue
             draft.add_decode_row(sequence, token, start)
+        if postponed:
+            self._groups.put_first(draft.group, postponed)
 
     @property
     def _prefill_possible(self) -> bool:
