@@ -178,6 +178,27 @@ def test_a_plan_is_encoded_once_for_the_last_stage_and_once_for_all_others(
     assert len(encoded) == encodings
 
 
+def test_long_lists_of_many_requests_come_to_the_last_stage_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headrace.engine.plan_draft.MOST_RULES", 5)
+    pipeline = Pipeline()
+    target = toy_engine(pipeline)
+    biases = [dict.fromkeys(range(size), 1.0) for size in (4, 9, 4, 1, 1)]
+    for bias in biases:
+        target.add([1], SamplingParams(n=2, max_tokens=2, logit_bias=bias))
+    target.add([2], SamplingParams(max_tokens=2))
+    run(target)
+    assert sorted(len(rules.logit_bias) for rules in sent(pipeline.plans)) == [1, 1, 4, 4, 9]
+    for plan in pipeline.plans:
+        sizes = [len(rules.logit_bias) + len(rules.bad_words) for rules in plan.rules]
+        # One byte says that there are no bad words.
+        assert len(sizes) <= 1 or sum(sizes) + len(sizes) <= 5
+    # Nobody else waits for them, completions that go by the same ones included.
+    first = pipeline.plans[0]
+    assert [len(first.rules), len(first.admitted)] == [1, 3]
+
+
 def test_reports_on_prompts_come_in_pieces_and_hold_up_nobody_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -25,6 +25,9 @@ RowResult = tuple[Sequence, int | None, RowLogprobs | None, int]
 # for a single position's, which may be more (the whole vocabulary's): each takes some 100 bytes on
 # the last stage, twice that in the engine.
 MOST_REPORTED = 2**17
+# What a step may bring of rules (SharedRules.unsent), but for a single request's, which may be
+# more: the last stage takes some 10 ms to make so many ready.
+MOST_RULES = 2**15
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class PlanDraft:
     # Log-probabilities: of decode rows; of chunks. And the prompts' positions that have some.
     _decode_reported: int = 0
     _reported: int = 0
+    _rules_sent: int = 0
     _reported_positions: int = 0
     _attended: int = 0
     _sequences: list[Sequence] = field(default_factory=list)
@@ -129,6 +133,15 @@ class PlanDraft:
         """Whether the step may take on its next token, for what it reports of that."""
         reported = self._decode_reported
         return not reported or reported + sequence.own_report_size <= MOST_REPORTED
+
+    def takes_rules(self, sequence: Sequence) -> bool:
+        """Make room for the rules that the sequence's admission brings the last stage; False if
+        there is none."""
+        unsent = 0 if sequence.rules is None else sequence.rules.unsent
+        if unsent and self._rules_sent and self._rules_sent + unsent > MOST_RULES:
+            return False
+        self._rules_sent += unsent
+        return True
 
     @property
     def work(self) -> StepWork:

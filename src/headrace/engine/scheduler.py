@@ -319,7 +319,7 @@ class Scheduler:
                 continue
             start = len(cached) * self.config.block_size
             to_report = draft.room_to_report(sequence)
-            if not to_report:
+            if not to_report or not draft.takes_rules(sequence):
                 # The next step has room again; others need none.
                 continue
             wanted = min(sequence.length - start, to_report)

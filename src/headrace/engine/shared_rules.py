@@ -22,6 +22,14 @@ class SharedRules:
     users: int = 0
     number: int | None = None
 
+    @property
+    def unsent(self) -> int:
+        """How much the last stage would have to take in of them, in entries and bytes of words: 0
+        if it has them."""
+        if self.number is not None:
+            return 0
+        return len(self.bad_words) + len(self.logit_bias) + len(self.end_tokens)
+
     def numbered(self, number: int) -> TokenRules:
         """As the last stage is told of them."""
         words = msgspec.msgpack.decode(self.bad_words, type=list[list[int]])
