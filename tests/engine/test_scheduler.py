@@ -679,6 +679,15 @@ def test_what_a_step_reports_of_prompts_is_part_of_its_work_and_of_its_limit() -
     assert engine.newest_work.sampled == 20
 
 
+def test_a_report_beyond_a_steps_share_holds_up_nobody_who_reports_nothing() -> None:
+    engine = scheduler(num_microbatches=1, window=1, max_num_batched_tokens=1000)
+    large = sequence(0, 2, 12, ignore_eos=True, logprobs=1)
+    large.own_report_size = MOST_REPORTED + 1
+    engine.add(large)
+    engine.add(sequence(1, 2, 12, ignore_eos=True))
+    assert [len(plan.rows) for plan in run(engine, 4)] == [2] * 4
+
+
 def test_a_step_reports_no_more_than_its_share_and_those_that_wait_have_their_turn() -> None:
     """Of many requests, as of one; others have their token in every step."""
     engine = scheduler(num_microbatches=1, window=1, max_num_batched_tokens=1000)

@@ -126,13 +126,13 @@ class PlanDraft:
         room = MOST_REPORTED - self._reported
         if not sequence.wants_prompt_logprobs:
             own = sequence.own_report_size
-            return 0 if self._reported and own > room else sequence.length
+            return 0 if own and self._reported and own > room else sequence.length
         return max(room // sequence.report_size, 0 if self._reported else 1)
 
     def room_to_decode(self, sequence: Sequence) -> bool:
         """Whether the step may take on its next token, for what it reports of that."""
-        reported = self._decode_reported
-        return not reported or reported + sequence.own_report_size <= MOST_REPORTED
+        own, reported = sequence.own_report_size, self._decode_reported
+        return not own or not reported or reported + own <= MOST_REPORTED
 
     def takes_rules(self, sequence: Sequence) -> bool:
         """Make room for the rules that the sequence's admission brings the last stage; False if
