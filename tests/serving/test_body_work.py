@@ -1,6 +1,7 @@
 """Bodies are weighed before they are decoded, in pieces, whatever is in them."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import tracemalloc
@@ -112,8 +113,14 @@ def test_others_have_their_turn_while_a_body_is_weighed() -> None:
     assert asyncio.run(turns()) >= 1_000_000 // (64 * 1024)
 
 
+async def read(bodies: Bodies, request: Request, kind: type[DetokenizeBody]) -> DetokenizeBody:
+    """A body, of which nothing is made."""
+    async with bodies.of(request, kind) as body:
+        return body
+
+
 def test_bodies_that_arrive_together_have_a_bound_and_leave_their_room() -> None:
-    limit = 1000
+    limit = 100_000
     bodies = Bodies(ServerSettings(served_model_names=("m",), max_body_bytes=limit))
     go = asyncio.Event()
 
@@ -134,21 +141,31 @@ def test_bodies_that_arrive_together_have_a_bound_and_leave_their_room() -> None
         largest = b'{"tokens": [1]' + b" " * (limit - 15) + b"}"
         assert len(largest) == limit
         taken = [
-            asyncio.ensure_future(bodies.read(request(largest), DetokenizeBody))
+            asyncio.ensure_future(read(bodies, request(largest), DetokenizeBody))
             for _ in range(MOST_BODIES)
         ]
         await asyncio.sleep(0)
         with pytest.raises(ApiError) as caught:
-            await bodies.read(request(largest), DetokenizeBody)
+            await read(bodies, request(largest), DetokenizeBody)
         assert (caught.value.status, caught.value.code) == (503, "bodies_full")
         assert "retry-after" in caught.value.headers()
         # Whoever leaves makes room, however that comes.
         taken.pop().cancel()
         await asyncio.sleep(0)
-        taken.append(asyncio.ensure_future(bodies.read(request(largest), DetokenizeBody)))
+        taken.append(asyncio.ensure_future(read(bodies, request(largest), DetokenizeBody)))
         go.set()
         assert [body.tokens for body in await asyncio.gather(*taken)] == [[1]] * MOST_BODIES
-        assert (await bodies.read(request(largest), DetokenizeBody)).tokens == [1]
+        assert (await read(bodies, request(largest), DetokenizeBody)).tokens == [1]
+        # What is being worked on has its bytes still, but does not shut out those who ask for less.
+        async with contextlib.AsyncExitStack() as working:
+            for _ in range(MOST_BODIES):
+                await working.enter_async_context(bodies.of(request(largest), DetokenizeBody))
+            with pytest.raises(ApiError) as caught:
+                await read(bodies, request(largest), DetokenizeBody)
+            assert caught.value.code == "bodies_full"
+            small = await read(bodies, request(b'{"tokens": [2]}'), DetokenizeBody)
+            assert small.tokens == [2]
+        assert (await read(bodies, request(largest), DetokenizeBody)).tokens == [1]
 
     asyncio.run(main())
 
@@ -185,10 +202,10 @@ def test_large_bodies_are_weighed_one_after_the_other_and_small_ones_pass_them(
 
     async def main() -> None:
         reading = [
-            asyncio.ensure_future(bodies.read(request_of(large), DetokenizeBody)) for _ in range(5)
+            asyncio.ensure_future(read(bodies, request_of(large), DetokenizeBody)) for _ in range(5)
         ]
         await asyncio.sleep(0)
-        await bodies.read(request_of(b'{"tokens": [1]}'), DetokenizeBody)
+        await read(bodies, request_of(b'{"tokens": [1]}'), DetokenizeBody)
         assert not any(one.done() for one in reading)
         await asyncio.gather(*reading)
 
@@ -212,7 +229,7 @@ def test_a_refused_body_is_forgotten_at_once(pieces: list[bytes], status: int) -
     async def main() -> None:
         found = 0
         try:
-            await bodies.read(request_of(*pieces), DetokenizeBody)
+            await read(bodies, request_of(*pieces), DetokenizeBody)
         except ApiError as error:
             found = error.status
         assert found == status

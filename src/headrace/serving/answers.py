@@ -49,11 +49,11 @@ class WholeAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            pieces = await _unless_gone(receive, self._work)
+            pieces = await unless_gone(receive, self._work)
             self._generation.check_not_cut()
             sender = _Sender(scope, send, self._generation)
             with contextlib.suppress(ClientGone):
-                await _unless_gone(receive, self._send(sender, pieces))
+                await unless_gone(receive, self._send(sender, pieces))
         finally:
             self._generation.close()
 
@@ -86,7 +86,7 @@ class EventStream(Response):
         try:
             with contextlib.suppress(ClientGone):
                 sender = _Sender(scope, send, self._generation)
-                await _unless_gone(receive, self._send_all(sender))
+                await unless_gone(receive, self._send_all(sender))
         finally:
             self._generation.close()
             await self._events.aclose()
@@ -196,7 +196,7 @@ class LastResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, _Value]) -> _Value:
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _Value]) -> _Value:
     """What the work gives; raises ClientGone, and cancels it, if the client goes away first."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_gone(receive))

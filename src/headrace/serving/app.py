@@ -13,7 +13,7 @@ from starlette.responses import Response
 import headrace
 from headrace.errors import HeadraceError
 from headrace.serving.access import KeyCheck
-from headrace.serving.answers import ClientGone, LastResponse
+from headrace.serving.answers import ClientGone, LastResponse, unless_gone
 from headrace.serving.body import Bodies
 from headrace.serving.chat import answer_chat
 from headrace.serving.completions import complete
@@ -111,7 +111,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     )
     async def completions(request: Request) -> Response:
         """Continue prompts."""
-        return await complete(service, await bodies.read(request, CompletionBody))
+        async with bodies.of(request, CompletionBody) as body:
+            return await unless_gone(request.receive, complete(service, body))
 
     @app.post(
         "/v1/chat/completions",
@@ -119,19 +120,20 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await answer_chat(service, await bodies.read(request, ChatBody))
+        async with bodies.of(request, ChatBody) as body:
+            return await unless_gone(request.receive, answer_chat(service, body))
 
     @app.post("/tokenize", **describe(Tokenized, body=TokenizeBody, errors=_BODY_ERRORS))
     async def tokens_of(request: Request) -> Response:
         """The tokens of a text or of a conversation."""
-        body = await bodies.read(request, TokenizeBody)
-        return _json(await tokenize(service, body))
+        async with bodies.of(request, TokenizeBody) as body:
+            return _json(await unless_gone(request.receive, tokenize(service, body)))
 
     @app.post("/detokenize", **describe(Detokenized, body=DetokenizeBody, errors=_BODY_ERRORS))
     async def text_of(request: Request) -> Response:
         """The text of tokens."""
-        body = await bodies.read(request, DetokenizeBody)
-        return _json(await detokenize(service, body))
+        async with bodies.of(request, DetokenizeBody) as body:
+            return _json(await unless_gone(request.receive, detokenize(service, body)))
 
 
 def _add_error_answers(app: FastAPI, service: Service) -> None:

@@ -1,8 +1,10 @@
 """Reads a request's body: its size, its time, its type, and what is in it."""
 
 import asyncio
+import contextlib
 import difflib
 import re
+from collections.abc import AsyncIterator
 from typing import TypeVar
 
 import msgspec
@@ -34,14 +36,16 @@ class Bodies:
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
-        # Bytes that came and are not decoded yet.
+        # Bytes that came, until what they ask for runs or was refused: texts wait to be tokenized.
         self._held = 0
         # Large ones are weighed and decoded one after the other: each piece of one takes its turn
         # in the event loop, and together they would take all of them.
         self._turn = asyncio.Lock()
 
-    async def read(self, request: Request, kind: type[_Body]) -> _Body:
-        """A body as an object of this kind. Raises ApiError for what is wrong with it."""
+    @contextlib.asynccontextmanager
+    async def of(self, request: Request, kind: type[_Body]) -> AsyncIterator[_Body]:
+        """A body as an object of this kind, which counts within. Raises ApiError for what is wrong
+        with it."""
         _check_type(request)
         data = bytearray()
         try:
@@ -49,10 +53,12 @@ class Bodies:
             if not data:
                 raise ApiError(400, "there is no body: send a JSON object")
             if len(data) <= SMALL:
-                return decoded(data, kind)
-            async with self._turn:
-                await check_work(data)
-                return decoded(data, kind)
+                body = decoded(data, kind)
+            else:
+                async with self._turn:
+                    await check_work(data)
+                    body = decoded(data, kind)
+            yield body
         finally:
             self._held -= len(data)
 
@@ -70,7 +76,8 @@ class Bodies:
                     self._held += len(message["body"])
                     if len(data) > limit:
                         raise _too_large(limit, unread=message["more_body"])
-                    if self._held > MOST_BODIES * limit:
+                    # Those who ask for a little are not shut out by those who ask for much.
+                    if self._held > MOST_BODIES * limit and len(data) > SMALL:
                         raise ApiError(
                             503,
                             f"requests of {MOST_BODIES * limit} bytes are arriving already: try "
