@@ -1,14 +1,19 @@
 """Bytes that are no request, or come too slowly, or too many of them: raw sockets."""
 
+import asyncio
 import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
+from headrace.serving.connection import with_limits
 from serving.running_server import Server, running_server
 from serving.scrape import scrape, wait_for
 
@@ -326,3 +331,50 @@ def test_other_methods_and_old_versions_of_http_are_answered(strict: Server) -> 
     assert statuses(talk(strict, request(b"OPTIONS *", CLOSE))) == [404]
     assert statuses(talk(strict, request(b"DELETE /v1/completions", CLOSE))) == [405]
     assert statuses(talk(strict, request(b"GET /%ff%00%2e%2e", CLOSE))) == [404]
+
+
+class _Recorded(asyncio.Transport):
+    """What is written to it, until its end was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+        self.ended = False
+
+    def write(self, data: Any) -> None:
+        assert not self.ended
+        self.written.append(bytes(data))
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.ended = True
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_what_is_wrong_in_two_ways_at_once_is_refused_once() -> None:
+    """No HTTP, and longer than any header, in one read."""
+
+    async def main() -> list[bytes]:
+        async def app(*_: object) -> None:
+            raise AssertionError
+
+        config = uvicorn.Config(app, log_config=None)
+        config.load()
+        kind = with_limits(read_timeout=60.0, most=10)
+        connection = kind(config, ServerState(), {})
+        transport = _Recorded()
+        connection.connection_made(transport)
+        connection.data_received(b"A" * 100_000)
+        connection.data_received(b"A")
+        connection.connection_lost(None)
+        return transport.written
+
+    (answer,) = asyncio.run(main())
+    assert answer.startswith(b"HTTP/1.1 400 ")

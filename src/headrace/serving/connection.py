@@ -174,8 +174,10 @@ class Connection(HttpToolsProtocol):
             self._refuse(503, f"there are {self.most} connections already: try again later")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Say what is wrong, and end the connection."""
+        """Say what is wrong, the first thing if it is several, and end the connection."""
         self._no_deadline()
+        if self._refused:
+            return
         self._refused = True
         if self.transport.is_closing():
             return
