@@ -362,7 +362,7 @@ def test_what_is_wrong_in_two_ways_at_once_is_refused_once() -> None:
     """No HTTP, and longer than any header, in one read."""
 
     async def main() -> list[bytes]:
-        async def app(*_: object) -> None:
+        async def app(scope: object, receive: object, send: object) -> None:
             raise AssertionError
 
         config = uvicorn.Config(app, log_config=None)
