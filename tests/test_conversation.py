@@ -36,6 +36,17 @@ def given_to_templates(*messages: Any, max_model_len: int = 1000) -> list[Any]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.parametrize("extra", [{}, {"tool_calls": None}, {"reasoning_content": "hm"}], ids=str)
+def test_an_answer_without_a_content_has_an_empty_one_where_the_template_needs_it(
+    extra: dict[str, Any],
+) -> None:
+    chat = [USER, {"role": "assistant", "content": None, **extra}]
+    adds = tokenizer("{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}")
+    assert render_conversation(chat, adds, 1000) == "user:hi;assistant:;"
+    looks = tokenizer("{% for m in messages %}{{ m.content is defined }} {% endfor %}")
+    assert render_conversation(chat, looks, 1000) == "True False "
+
+
 ASKS_FOR_NOTHING: dict[str, dict[str, Any]] = {
     "nulls": {"reasoning_content": None, "reasoning": None, "tool_calls": None, "audio": None,
               "tool_call_id": None, "function_call": None, "refusal": None, "name": None,
@@ -102,7 +113,7 @@ def test_what_the_template_knows_it_is_given() -> None:
         ({**USER, "role": "king"}, "messages[0].role"),
         ({**USER, "role": 5}, "messages[0].role"),
         ({"role": "user"}, "messages[0].content"),
-        ({"role": "assistant", "content": None, "tool_calls": []}, "messages[0].content"),
+        ({"role": "assistant", "tool_calls": []}, "messages[0].content"),
         ({**USER, "content": {"text": "hi"}}, "messages[0].content"),
         ({**USER, "content": [5]}, "messages[0].content[0]"),
         ({**USER, "content": [{"type": "text"}]}, "messages[0].content[0].text"),

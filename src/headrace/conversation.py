@@ -98,16 +98,33 @@ def render_conversation(
         options=options,
     )
     try:
-        text = render(found)
+        text, found = _rendered(render, found)
     except TooMuchTextError:
         raise _too_long(f"more than {longest} characters, as rendered, do", max_model_len) from None
     callers = [number for number, message in enumerate(found) if "tool_calls" in message]
     if callers and _shows_no_calls(render, found, text):
         raise ConversationError(
             f"messages[{callers[0]}].tool_calls",
-            ": the model's chat template has no calls of tools",
+            ": the model's chat template has no calls of tools: leave them out, or take a model "
+            "whose template shows them",
         )
     return text
+
+
+def _rendered(
+    render: Callable[[list[Message]], str], chat: list[Message]
+) -> tuple[str, list[Message]]:
+    """The prompt, and the messages that it was made of: an answer without a content has none, as in
+    transformers, or an empty one, as in vLLM, if the template cannot do without."""
+    try:
+        return render(chat), chat
+    except TooMuchTextError:
+        raise
+    except UsageError:
+        filled = [{"content": "", **message} for message in chat]
+        if filled == chat:
+            raise
+        return render(filled), filled
 
 
 def _shows_no_calls(render: Callable[[list[Message]], str], chat: list[Message], text: str) -> bool:
@@ -205,8 +222,11 @@ def _message(where: str, given: dict[str, Any], template: ChatTemplate) -> Messa
             _check_meaningless(at, name, value)
     if "role" not in found:
         raise ConversationError(f"{where}.role", " is missing")
-    enough = ("content", "tool_calls", *_REASONING) if role == "assistant" else ("content",)
-    if not found.keys() & set(enough):
+    if role == "assistant":
+        there = "content" in given or bool(found.keys() & {"tool_calls", *_REASONING})
+    else:
+        there = "content" in found
+    if not there:
         raise ConversationError(f"{where}.content", " is missing")
     reasoning = next((found[name] for name in _REASONING if name in found), None)
     if reasoning is None:
@@ -221,7 +241,9 @@ def _role(at: str, value: object, template: ChatTemplate) -> str:
         return "system"
     if role not in _ROLES and role not in template.words:
         raise ConversationError(
-            at, f" must be one of {', '.join(_ROLES)}, or one that the model's chat template knows"
+            at,
+            f" must be one of {', '.join(_ROLES)}, or one that the model's chat template names, "
+            f"not {shortened(role)}",
         )
     return role
 

@@ -126,6 +126,10 @@ def test_files_and_directories_render_as_transformers_does(models: Path, name: s
                 found = rendered(file, as_sent(chat), begin, options)
                 assert rendered(directory, as_sent(chat), begin, options) == found, title
                 expected = transformers_says(theirs, chat, begin, options)
+                if "no attribute 'content'" in expected:
+                    # Those templates are given empty contents.
+                    filled = [{"content": "", **message} for message in chat]
+                    expected = transformers_says(theirs, filled, begin, options)
                 if expected.startswith("refused"):
                     assert found == expected, title
                     continue

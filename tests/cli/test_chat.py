@@ -188,8 +188,12 @@ def test_h_is_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ([], UsageError, "one of --model"),
-        (["--model", "smollm2", "--url", "http://127.0.0.1:1"], UsageError, "one of --model"),
+        ([], UsageError, "a model .runs it here. or --url"),
+        (
+            ["--model", "smollm2", "--url", "http://127.0.0.1:1"],
+            UsageError,
+            "a model .runs it here. or --url",
+        ),
         (["--url", "http://127.0.0.1:1", "--dtype", "float32"], UsageError, "--dtype does not go"),
         (["--model", "smollm2", "--api-key", "k"], UsageError, "--api-key does not go"),
         (["--url", "http://127.0.0.1:1", "--top-p", "2"], UsageError, "top_p must be"),

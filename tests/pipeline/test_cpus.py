@@ -88,7 +88,7 @@ def test_what_is_no_list_is_called_so_in_one_line(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["0", "0|1|2"])
 def test_a_list_needs_a_part_for_each_stage(text: str) -> None:
-    with pytest.raises(UsageError, match=r"has . parts, --pipeline-parallel-size is 2"):
+    with pytest.raises(UsageError, match=r"is for . stages, --pipeline-parallel-size is 2"):
         parse_cpu_bind(text, 2, range(8))
 
 

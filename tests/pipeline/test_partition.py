@@ -60,8 +60,8 @@ def test_more_stages_than_layers_is_refused_with_both_numbers() -> None:
     [
         ("19,x", "not a list of whole numbers"),
         ("", "not a list of whole numbers"),
-        ("30", "1 parts"),
-        ("10,10,10", "3 parts"),
+        ("30", "for 1 stages"),
+        ("10,10,10", "for 3 stages"),
         ("30,0", "at least one layer"),
         ("-1,31", "at least one layer"),
         ("19,12", "adds up to 31"),

@@ -271,8 +271,9 @@ def test_a_certificate_that_cannot_be_used_is_told_before_anything_else(
 
 def test_a_model_is_given_once() -> None:
     command = typer.main.get_command(app)
-    with pytest.raises(UsageError, match="headrace serve smollm2"):
-        command.main(["serve"], standalone_mode=False)
+    for name in ("serve", "generate"):
+        with pytest.raises(UsageError, match=f"headrace {name} smollm2"):
+            command.main([name], standalone_mode=False)
     with pytest.raises(UsageError, match="'other' and --model 'synthetic:1"):
         serve("other")
 

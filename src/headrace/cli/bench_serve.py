@@ -21,12 +21,19 @@ from headrace.client import Client, environment_api_key
 from headrace.errors import ServerError, UsageError
 from headrace.protocol.checks import check_type
 
-_PATHS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+# vllm: what vLLM's command calls openai, too.
+_PATHS = {
+    "openai": "/v1/completions",
+    "vllm": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+}
 _PARTS = ("mean", "median", "p90", "p99")
 
 
 def serve(
-    backend: Annotated[str, typer.Option(help="openai (completions) or openai-chat.")] = "openai",
+    backend: Annotated[
+        str, typer.Option(help="openai or vllm (completions), or openai-chat.")
+    ] = "openai",
     base_url: Annotated[
         str | None, typer.Option(help="The server's address, instead of --host and --port.")
     ] = None,
@@ -75,7 +82,7 @@ def serve(
 
     The key is taken from HEADRACE_API_KEY. Exit code 1 if a request failed.
     """
-    check_type("--backend", backend, Literal["openai", "openai-chat"])
+    check_type("--backend", backend, Literal["openai", "vllm", "openai-chat"])
     options.check_range("--port", port, 1, 65535)
     options.check_range("--num-prompts", num_prompts, 1, 1_000_000)
     options.check_range("--seed", seed, 0, 2**63 - 1)

@@ -20,7 +20,8 @@ _SERVER_FLAGS = {"model_name", "api_key"}
 
 def chat(
     context: typer.Context,
-    model: Annotated[str | None, typer.Option(help=options.MODEL_HELP)] = None,
+    model_tag: options.ModelArgument = None,
+    model: options.ModelOption = None,
     url: Annotated[
         str | None, typer.Option(help="A running server instead, as http://127.0.0.1:8000.")
     ] = None,
@@ -62,6 +63,8 @@ def chat(
     from headrace.client import environment_api_key
     from headrace.conversation import check_chats
 
+    if model_tag is not None:
+        model = options.one_model("chat", model_tag, model)
     given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     # Also for a server: a wrong value is found before anything is said.
@@ -72,7 +75,7 @@ def chat(
         name = model_name or asyncio.run(served_model(url, key))
         return Session(server_answers(url, key, name, sampling), system_prompt).run()
     if model is None or url is not None:
-        raise UsageError("chat needs one of --model (runs it here) and --url (of a server)")
+        raise UsageError("chat needs a model (runs it here) or --url (of a server)")
     _refuse(context, _SERVER_FLAGS, "--model: they are for --url")
     with loading_display(pipeline_parallel_size) as on_progress:
         engine = AsyncLLM(

@@ -19,7 +19,7 @@ from headrace.errors import ServerError, UsageError
 _HELP = """\
 /system TEXT  sets the system prompt; without a text it is shown
 /reset        forgets what was said, but not the system prompt
-/save FILE    writes the conversation as JSON, a list of role and content
+/save FILE    writes the conversation as JSON, a list of role and content, over what was there
 /help         shows this
 /exit         ends the program, as Ctrl-D does
 A paste of several lines is one message. Ctrl-C stops an answer; what is typed meanwhile is kept for
@@ -56,6 +56,7 @@ class Session:
             from headrace.cli.chat_terminal import ChatTerminal
 
             self._terminal = ChatTerminal()
+            _say("(/help lists what else there is, Ctrl-D leaves)")
             with self._terminal.raw(), self._interrupts():
                 self._talk(self._typed(self._terminal))
             return 0
@@ -76,7 +77,7 @@ class Session:
                     self._obey(name, rest.strip())
                 else:
                     asyncio.run(self._turn(text))
-            except (UsageError, ServerError, OSError, ValueError) as error:
+            except (UsageError, ServerError) as error:
                 well = False
                 _say("headrace: " + " ".join(str(error).split()))
         return well
@@ -110,7 +111,11 @@ class Session:
                 self.said.clear()
             case "/save" if rest:
                 text = json.dumps(self.messages, ensure_ascii=False, indent=1)
-                Path(rest).expanduser().write_text(text + "\n", encoding="utf-8")
+                try:
+                    Path(rest).expanduser().write_text(text + "\n", encoding="utf-8")
+                except (OSError, ValueError) as error:
+                    reason = getattr(error, "strerror", None) or error
+                    raise UsageError(f"{rest} cannot be written: {reason}") from error
                 _say(f"(wrote {rest})")
             case "/save":
                 raise UsageError("/save needs the name of a file")

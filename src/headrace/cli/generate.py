@@ -26,7 +26,8 @@ from headrace.protocol.sampling_params import SamplingParams
 
 def generate(
     context: typer.Context,
-    model: options.Model,
+    model_tag: options.ModelArgument = None,
+    model: options.ModelOption = None,
     prompt: Annotated[str | None, typer.Option(help="The text to complete.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="Read the prompt from a file; default: standard input.")
@@ -94,6 +95,7 @@ def generate(
     debug: options.Debug = False,
 ) -> int:
     """Complete a prompt and print the answer as it comes."""
+    model = options.one_model("generate", model_tag, model)
     choice = {
         "temperature": temperature,
         "top_p": top_p,

@@ -11,6 +11,11 @@ from headrace.errors import UsageError
 
 MODEL_HELP = "GGUF file, Hugging Face directory, or smollm2."
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
+# As vLLM's users name it, and the other way.
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)
+]
+ModelOption = Annotated[str | None, typer.Option("--model", help="Another way to name the model.")]
 PipelineParallelSize = Annotated[
     int, typer.Option("--pipeline-parallel-size", "-pp", help="Number of stages.")
 ]
@@ -38,7 +43,8 @@ PrefillPolicy = Annotated[
 MaxItlMs = Annotated[
     float | None,
     typer.Option(
-        help="The most between two tokens while prompts are read; default: 8 times without any."
+        help="The most between two tokens while prompts are read; default: 8 times what it is "
+        "while none are."
     ),
 ]
 BlockSize = Annotated[int, typer.Option(help="Positions in a KV-cache block.")]
@@ -91,6 +97,18 @@ def engine_settings(context: typer.Context) -> dict[str, Any]:
     names = {field.name for field in fields(EngineConfig)} - {"model"}
     settings = {name: value for name, value in context.params.items() if name in names}
     return settings | {"num_microbatches": parse_num_microbatches(settings["num_microbatches"])}
+
+
+def one_model(command: str, argument: str | None, option: str | None) -> str:
+    """What either way names. Raises UsageError for none, and for two."""
+    if argument and option and argument != option:
+        raise UsageError(
+            f"{command} has one model, but {argument!r} and --model {option!r} were given"
+        )
+    model = argument or option
+    if not model:
+        raise UsageError(f"{command} needs the model, as in: headrace {command} smollm2")
+    return model
 
 
 def parse_num_microbatches(text: str) -> int | None:

@@ -30,10 +30,8 @@ _WATCH_VARIABLE = "HEADRACE_WATCH_LOOP"
 
 def serve(
     context: typer.Context,
-    model_tag: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)
-    ] = None,
-    model: Annotated[str | None, typer.Option(help=options.MODEL_HELP)] = None,
+    model_tag: options.ModelArgument = None,
+    model: options.ModelOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 8000,
     api_key: Annotated[
@@ -46,7 +44,8 @@ def serve(
         bool,
         typer.Option(
             "--shared-prefix-cache",
-            help="Several keys: let each find in the cache, and time, what others sent.",
+            help="Requests of different keys share the prefix cache: each can tell by timing what "
+            "others sent.",
         ),
     ] = False,
     served_model_name: Annotated[
@@ -109,7 +108,7 @@ def serve(
 ) -> int:
     """Serve a model by OpenAI's API until SIGTERM, which lets running requests end."""
     started = time.monotonic()
-    model = _model(model_tag, model)
+    model = options.one_model("serve", model_tag, model)
     engine_settings = options.engine_settings(context)
     # A wrong value is told before anything else happens.
     EngineConfig.of("serve", model, engine_settings)
@@ -179,16 +178,6 @@ def _on_tokenizer(tokenizer: Tokenizer) -> None:
         check_chats(tokenizer)
     except UsageError as error:
         _log.warning("chats will be refused: %s", error)
-
-
-def _model(argument: str | None, option: str | None) -> str:
-    """What either way names. Raises UsageError for none, and for two."""
-    if argument is not None and option is not None:
-        raise UsageError(f"serve has one model, but {argument!r} and --model {option!r} were given")
-    model = argument or option
-    if not model:
-        raise UsageError("serve needs the model, as in: headrace serve smollm2")
-    return model
 
 
 def _api_keys(given: list[str] | None) -> tuple[str, ...]:

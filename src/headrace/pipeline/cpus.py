@@ -80,7 +80,8 @@ def parse_cpu_bind(text: str, num_stages: int, allowed: Collection[int]) -> list
         ) from None
     if len(parts) != num_stages:
         raise UsageError(
-            f"--cpu-bind {text} has {len(parts)} parts, --pipeline-parallel-size is {num_stages}"
+            f"--cpu-bind {text} is for {len(parts)} stages, --pipeline-parallel-size is "
+            f"{num_stages}"
         )
     for cpu in itertools.chain(*itertools.chain(*parts)):
         if cpu not in allowed:

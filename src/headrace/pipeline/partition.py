@@ -90,7 +90,7 @@ def parse_layer_partition(text: str, num_layers: int, num_stages: int) -> list[i
         ) from None
     if len(shares) != num_stages:
         raise UsageError(
-            f"--layer-partition {text} has {len(shares)} parts, "
+            f"--layer-partition {text} is for {len(shares)} stages, "
             f"--pipeline-parallel-size is {num_stages}"
         )
     if min(shares) < 1:

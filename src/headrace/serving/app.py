@@ -102,6 +102,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}", **describe(Model, errors=(401, 404, 503)))
     async def model(name: str) -> Response:
         """One of them."""
+        if not name:
+            raise HTTPException(404, "Not Found")
         service.check_model(name)
         return _json(_model(service, name))
 
@@ -153,7 +155,9 @@ def _add_error_answers(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{error.detail}: {request.method} {request.url.path}"
+        message = f"{error.detail}: {request.method} {request.url.path[:100]}"
+        if error.status_code == 404:
+            message += " (OpenAI's paths are below /v1: clients want http://HOST:PORT/v1)"
         # Its body, if there is one, was not read.
         unread = request.headers.get("content-length", "0") != "0"
         unread |= "transfer-encoding" in request.headers
