@@ -215,7 +215,7 @@ def test_a_failing_warm_up_ends_it_at_once() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--backend", "grpc"], "--backend must be one of openai, openai-chat"),
+        (["--backend", "grpc"], "--backend must be one of openai, vllm, openai-chat"),
         (["--num-prompts", "0"], "--num-prompts must be from 1"),
         (["--request-rate", "0"], "--request-rate must be above 0"),
         (["--request-rate", "nan"], "--request-rate must be above 0"),

@@ -146,7 +146,7 @@ def no_threads(folder: Path) -> tuple[list[str], str]:
 
 def cores_of_more_stages(folder: Path) -> tuple[list[str], str]:
     arguments = ["--model", tiny_file(folder), "--cpu-bind", "0|0"]
-    return arguments, "--cpu-bind 0|0 has 2 parts, --pipeline-parallel-size is 1"
+    return arguments, "--cpu-bind 0|0 is for 2 stages, --pipeline-parallel-size is 1"
 
 
 def cache_too_small(folder: Path) -> tuple[list[str], str]:
