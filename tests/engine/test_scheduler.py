@@ -464,9 +464,14 @@ def test_priorities_come_before_the_order_of_arrival() -> None:
     assert admitted == [3, 1, 0, 2]
 
 
-def test_while_there_is_prefill_a_lone_row_leaves_steps_to_the_chunks() -> None:
-    """A row whose token is not back would hold up the chunks in its step."""
-    engine = scheduler(num_microbatches=3, window=6, max_num_batched_tokens=5)
+@pytest.mark.parametrize(("groups", "stages"), [(3, 1), (1, 2), (1, 3), (2, 3)])
+def test_while_there_is_prefill_a_lone_row_leaves_steps_to_the_chunks(
+    groups: int, stages: int
+) -> None:
+    """A row whose token is not back would hold up the chunks in its step, and stages with it."""
+    engine = scheduler(
+        num_microbatches=groups, num_stages=stages, window=6, max_num_batched_tokens=5
+    )
     engine.add(sequence(0, 2, 15, ignore_eos=True))
     engine.add(sequence(1, 30, 2))
     plans = [plan for _ in range(6) if (plan := engine.plan())]
@@ -474,7 +479,7 @@ def test_while_there_is_prefill_a_lone_row_leaves_steps_to_the_chunks() -> None:
     for plan in plans:
         for row in plan.rows:
             for token in row.inputs:
-                assert isinstance(token, int) or plan.step - token.step >= 3
+                assert isinstance(token, int) or plan.step - token.step >= max(groups, stages)
         assert sum(len(row.inputs) for row in plan.rows) == 5, "chunks fill every step"
 
 

@@ -1,6 +1,5 @@
 """The plan that is being made, row by row, and what is kept of it until its result arrives."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from headrace.engine.request import Sequence
@@ -16,10 +15,6 @@ from headrace.protocol.plan import (
     TokenRules,
     Yield,
 )
-
-# Of a sequence's row: its token, if it samples one; its report, if it has one, and the first
-# position of the prompt logprobs in it.
-RowResult = tuple[Sequence, int | None, RowLogprobs | None, int]
 
 # Log-probabilities that a step may report of what it prefills, and again of what it decodes, but
 # for a single position's, which may be more (the whole vocabulary's): each takes some 100 bytes on
@@ -40,24 +35,19 @@ class StepInFlight:
     samples: list[bool]
     starts: dict[int, int]
 
-    def matched(self, result: Result) -> Iterator[RowResult]:
-        """What each row brought. Raises PipelineError if the result does not fit the plan."""
-        if len(result.tokens) != len(self.rows):
+    def reports(self, result: Result) -> dict[int, tuple[RowLogprobs, int]]:
+        """By row, its report, if it has one, and the first position of the prompt logprobs in it.
+
+        Raises PipelineError if the result does not fit the plan.
+        """
+        # All at once: it is done for every row of every step.
+        given = list(map(len, result.tokens))
+        if given != self.samples:
             raise PipelineError(
-                f"the result of step {self.step} has {len(result.tokens)} rows, "
-                f"its plan had {len(self.rows)}"
+                f"the result of step {self.step} has rows of {given} tokens, those of its plan "
+                f"sample {list(map(int, self.samples))}"
             )
-        reports = {entry.row: entry for entry in result.logprobs}
-        for row, (sequence, samples, tokens) in enumerate(
-            zip(self.rows, self.samples, result.tokens, strict=True)
-        ):
-            if len(tokens) != samples:
-                raise PipelineError(
-                    f"a row of step {self.step} gave {len(tokens)} tokens against its plan"
-                )
-            token = tokens[0] if samples else None
-            report = reports.get(row) if reports else None
-            yield sequence, token, report, self.starts.get(row, 0) if report else 0
+        return {entry.row: (entry, self.starts.get(entry.row, 0)) for entry in result.logprobs}
 
 
 @dataclass(slots=True)
@@ -94,7 +84,8 @@ class PlanDraft:
         sequence.planned_positions += 1
         self._note(sequence, samples=True)
         self.decode_rows += 1
-        self._decode_reported += sequence.own_report_size
+        if sequence.own_report_size:
+            self._decode_reported += sequence.own_report_size
         self._tokens += 1
         self._attended += sequence.planned_positions
 

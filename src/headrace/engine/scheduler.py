@@ -211,18 +211,21 @@ class Scheduler:
         flight = self._in_flight.popleft()
         size = self.config.block_size
         accepted = []
-        for sequence, token, report, start in flight.matched(result):
+        reports = flight.reports(result)
+        for row, (sequence, tokens) in enumerate(zip(flight.rows, result.tokens, strict=True)):
             sequence.in_flight -= 1
             if sequence.finish_reason is not None:
                 continue
             own, of_prompt = None, None
-            if report is not None:
+            if reports and row in reports:
+                report, start = reports[row]
                 own = report.sampled
                 of_prompt = sequence.new_prompt_logprobs(start, report.prompt)
-            if token is None:
+            if not tokens:
                 if of_prompt:
                     accepted.append(Accepted(sequence, None, None, of_prompt))
                 continue
+            token = tokens[0]
             if sequence.slot is None:
                 self._waiting.remove(sequence)
                 sequence.outputs.append(token)
@@ -256,9 +259,9 @@ class Scheduler:
                 self._plan_decode_rows(draft, in_time)
 
     def _plan_decode_rows(self, draft: PlanDraft, in_time: bool) -> None:
-        """A row for each member of the group that has room; in_time: whose token is no younger
-        than a round of turns, and so will not hold up the others."""
-        newest = draft.step - (self._groups.count if in_time else 0)
+        """A row for each member of the group that has room; in_time: whose token is so old that
+        no stage will wait for it, be there fewer groups than stages."""
+        newest = draft.step - (self._round if in_time else 0)
         size = self.config.block_size
         token: int | TokenRef
         start: int | None
@@ -273,7 +276,7 @@ class Scheduler:
                 token, start = sequence.newest_sample, None
                 if token.step > newest or sequence.planned_outputs >= sequence.max_outputs:
                     continue
-            if not draft.room_to_decode(sequence):
+            if sequence.own_report_size and not draft.room_to_decode(sequence):
                 postponed.append(sequence)
                 continue
             if sequence.microbatch is None or (
@@ -285,6 +288,12 @@ class Scheduler:
             draft.add_decode_row(sequence, token, start)
         if postponed:
             self._groups.put_first(draft.group, postponed)
+
+    @property
+    def _round(self) -> int:
+        """Steps from one of a group to its next, if no stage is to wait for a token: a step of each
+        group, and while a token passes through the other stages each computes another step."""
+        return max(self._groups.count, self.config.num_stages)
 
     @property
     def _prefill_possible(self) -> bool:
@@ -369,7 +378,7 @@ class Scheduler:
         """What a step may take so that no sequence waits longer than allowed for its next token: a
         group's next step comes after one of each group, and a token passes through all stages."""
         limit = self.config.max_itl_s
-        return None if limit is None else limit / max(self._groups.count, self.config.num_stages)
+        return None if limit is None else limit / self._round
 
     @property
     def _admissible_work(self) -> StepWork:

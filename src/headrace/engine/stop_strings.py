@@ -63,6 +63,8 @@ class StopStrings:
         text = self._held + piece
         state = self._state
         for end, character in enumerate(piece, len(self._held) + 1):
+            if not state and character not in stop.first_characters:
+                continue
             state = step(state, ord(character))
             if counts and found[state] >= 0:
                 string = stop.strings[found[state]]

@@ -68,9 +68,11 @@ HEADRACE_INLINE void multiply_add_columns(Sums<Rows, Groups>& sums, const float*
 }
 
 // One tile: rows first to first + Rows of a plan row and key head, counted token by token and
-// within a token by query head.
+// within a token by query head. fetches: the first to read this key head's keys and values, which
+// come from memory then, a block here and a block there, which the CPU does not foresee.
 struct Tile {
   int64_t row, kv_head, first;
+  bool fetches;
 };
 
 template <typename T>
@@ -114,12 +116,6 @@ struct Attention {
     }
   }
 
-  // Whether the tile is all that attends to its keys and values: they come from memory then, a block
-  // here and a block there, which the CPU does not foresee.
-  bool alone(const Tile& tile) const {
-    return args.query_starts[tile.row + 1] - args.query_starts[tile.row] == 1;
-  }
-
   const T* keys(const Tile& tile, int64_t block) const {
     return static_cast<const T*>(args.keys) + table(tile)[block] * per_block +
            tile.kv_head * per_head;
@@ -138,7 +134,7 @@ struct Attention {
     for (int64_t at = 0; at < shape.block_rows; at += kColumns) {
       const T* columns[Blocks];
       for (int b = 0; b < Blocks; b++) columns[b] = keys(tile, block + b) + at * kPair<T>;
-      const T* ahead = alone(tile) && block + kAhead < end_block
+      const T* ahead = tile.fetches && block + kAhead < end_block
                            ? keys(tile, block + kAhead) + at * kPair<T>
                            : nullptr;
       Sums<Rows, Blocks> sums;
@@ -205,7 +201,7 @@ struct Attention {
       const T* columns[Groups];
       for (int g = 0; g < Groups; g++)
         columns[g] = values(tile, block) + (d + g * kColumns) * kPair<T>;
-      const T* ahead = d == 0 && alone(tile) && block + kAhead < end_block
+      const T* ahead = d == 0 && tile.fetches && block + kAhead < end_block
                            ? values(tile, block + kAhead)
                            : nullptr;
       // No further than the last position: what lies behind may be another sequence's infinity,
@@ -281,7 +277,8 @@ void attention(const AttentionArgs& args) {
       // From the last, which has the most to attend to.
       for (int64_t t = tiles - 1; t >= 0; t--) {
         const int64_t first = count * t / tiles, end = count * (t + 1) / tiles;
-        attention.template run_up_to<kMostRows>(end - first, Tile{row, kv_head, first});
+        const Tile tile{row, kv_head, first, t == tiles - 1};
+        attention.template run_up_to<kMostRows>(end - first, tile);
       }
   }
 }
