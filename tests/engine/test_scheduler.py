@@ -483,6 +483,15 @@ def test_while_there_is_prefill_a_lone_row_leaves_steps_to_the_chunks(
         assert sum(len(row.inputs) for row in plan.rows) == 5, "chunks fill every step"
 
 
+def test_behind_long_steps_nothing_is_planned_that_need_not_be() -> None:
+    """Whoever comes next waits for all that is planned."""
+    for seconds, planned in ((0.01, 4), (0.1, 3)):
+        engine = scheduler(num_stages=2, window=4)
+        engine.cost = StepCost(fixed=seconds, per_token=0.0, per_position=0.0, per_sampled=0.0)
+        engine.add(sequence(0, 36, 2))
+        assert len([plan for _ in range(4) if (plan := engine.plan())]) == planned
+
+
 def test_prompt_logprobs_that_came_before_a_preemption_are_not_given_twice() -> None:
     engine = scheduler(num_blocks=10, num_microbatches=1, max_num_batched_tokens=2, max_num_seqs=2)
     old = sequence(0, 4, 30, ignore_eos=True)
@@ -668,11 +677,11 @@ def test_what_a_step_reports_of_prompts_is_part_of_its_work_and_of_its_limit() -
     """Each such token passes the output projection, as one that is sampled does."""
     engine = scheduler(
         num_microbatches=1,
-        num_stages=1,
+        num_stages=2,
         max_num_batched_tokens=1000,
         max_model_len=1000,
         num_blocks=400,
-        max_itl_s=0.1205,
+        max_itl_s=0.241,
     )
     engine.cost = StepCost(fixed=0.020, per_token=1e-3, per_position=0.0, per_sampled=1e-3)
     engine.add(sequence(0, 120, 2, prompt_logprobs=1))

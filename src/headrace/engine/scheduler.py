@@ -29,6 +29,8 @@ from headrace.errors import PipelineError
 from headrace.protocol.messages import Result, TokenLogprobs
 from headrace.protocol.plan import Admission, BlocksAppended, Plan, TokenRef
 
+# A step that takes so long hides the way of the next one's plan, some milliseconds on a network.
+_LONG_STEP_S = 0.05
 # Waiting sequences that a plan passes over because their beginning is being computed: looking at
 # each costs some microseconds.
 _MOST_POSTPONED = 16
@@ -184,7 +186,7 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next plan, or None if the window is full or there is nothing to do."""
-        if len(self._in_flight) >= self._window:
+        if len(self._in_flight) >= self._window or self._enough_planned:
             return None
         draft = PlanDraft(self._next_step)
         self._groups.even_out(self.cost)
@@ -243,25 +245,32 @@ class Scheduler:
 
     # What a step carries
 
+    @property
+    def _enough_planned(self) -> bool:
+        """Whether all stages have a step, and the newest is so long that the next can be planned
+        later, when more is known of who waits."""
+        ahead = len(self._in_flight) > self._round
+        return ahead and self.cost.seconds(self.newest_work) > _LONG_STEP_S
+
     def _plan_rows(self, draft: PlanDraft) -> None:
         """Fill the draft with rows, if possible with none whose token comes late."""
         turns = self._groups.turns()
         if self._prefill_possible:
             # An empty group's turn is not passed over: a chunk fills it.
             draft.group = turns[0]
-            self._plan_decode_rows(draft, in_time=True)
+            # While a token passes through the other stages each can compute a step of chunks.
+            self._plan_decode_rows(draft, draft.step - self._round)
             self._plan_chunks(draft)
-        for in_time in (True, False):
+        for newest in (draft.step - self._groups.count, draft.step):
             for group in turns:
                 if draft.rows:
                     return
                 draft.group = group
-                self._plan_decode_rows(draft, in_time)
+                self._plan_decode_rows(draft, newest)
 
-    def _plan_decode_rows(self, draft: PlanDraft, in_time: bool) -> None:
-        """A row for each member of the group that has room; in_time: whose token is so old that
-        no stage will wait for it, be there fewer groups than stages."""
-        newest = draft.step - (self._round if in_time else 0)
+    def _plan_decode_rows(self, draft: PlanDraft, newest: int) -> None:
+        """A row for each member of the group that has room and whose token is no newer than that of
+        step `newest`: a younger one would hold up the others."""
         size = self.config.block_size
         token: int | TokenRef
         start: int | None
@@ -291,8 +300,7 @@ class Scheduler:
 
     @property
     def _round(self) -> int:
-        """Steps from one of a group to its next, if no stage is to wait for a token: a step of each
-        group, and while a token passes through the other stages each computes another step."""
+        """Steps from one of a group to its next, if no stage is to wait for a token."""
         return max(self._groups.count, self.config.num_stages)
 
     @property
