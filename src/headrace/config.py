@@ -32,7 +32,7 @@ class EngineConfig:
     prefill_policy: even gives consecutive steps the same cost; budget fills every step up to
         max_num_batched_tokens.
     max_itl_ms: how long prompts that are read may make a running sequence wait for its next token,
-        by what the engine has learned of its steps' cost; None lets `even` choose: eight times as
+        by what the engine has learned of its steps' cost; None lets `even` choose: nine times as
         long as without any prompt.
     block_size: positions in a KV-cache block. enable_prefix_caching: keep blocks of requests that
         ended, for others that begin with the same tokens.

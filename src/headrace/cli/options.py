@@ -43,7 +43,7 @@ PrefillPolicy = Annotated[
 MaxItlMs = Annotated[
     float | None,
     typer.Option(
-        help="The most between two tokens while prompts are read; default: 8 times what it is "
+        help="The most between two tokens while prompts are read; default: 9 times what it is "
         "while none are."
     ),
 ]

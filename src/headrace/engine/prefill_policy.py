@@ -110,7 +110,7 @@ _HORIZON_TURNS = 6
 _AMPLE_CACHE = 0.2
 # How many times what a step without prefill takes one with prefill may take. See "Even steps" in
 # docs/architecture.md.
-_MOST_TIMES_DECODE = 8
+_MOST_TIMES_DECODE = 9
 
 
 @dataclass
