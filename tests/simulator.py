@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
+from headrace.deployment.partition import stage_shares
 from headrace.engine.engine import Engine
 from headrace.engine.limits import SchedulerConfig
 from headrace.engine.microbatch_count import MicrobatchTuner, window_of
 from headrace.engine.outputs import CompletionOutput, OutputDelta
 from headrace.engine.scheduler import Scheduler
-from headrace.pipeline.executor import ModelExecutor
-from headrace.pipeline.partition import stage_shares
-from headrace.pipeline.virtual_links import VirtualClock, VirtualNetwork
-from headrace.pipeline.virtual_stages import VirtualStages
+from headrace.execution.model_executor import ModelExecutor
 from headrace.protocol.plan import Plan
 from headrace.protocol.sampling_params import SamplingParams
+from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork
+from headrace.simulation.virtual_stages import VirtualStages
 from toy_model import VOCAB, ToyModel, expected_answer, toy_config, toy_tokenizer
 from watched_pipeline import SimulationError, Watched, in_one_line
 

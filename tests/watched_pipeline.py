@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from headrace.pipeline.virtual_stages import VirtualStages
 from headrace.protocol.messages import Report, Result, Timeline
 from headrace.protocol.plan import Plan, TokenRef, Yield, samples
+from headrace.simulation.virtual_stages import VirtualStages
 
 # Far beyond what any simulated load needs.
 _MOST_STEPS = 3000

@@ -9,11 +9,11 @@ from typing import Any
 
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig
+from headrace.deployment.launcher import RunningEngine, launch
 from headrace.engine.outputs import OutputDelta, OutputGatherer, RequestOutput
 from headrace.engine.prepared import Prepared
 from headrace.engine_thread import EngineThread, Submission
 from headrace.errors import HeadraceError, UsageError
-from headrace.launcher import RunningEngine, launch
 from headrace.prompts import Prompt, as_params, as_prompts
 from headrace.protocol.checks import check_type
 from headrace.protocol.messages import Loading

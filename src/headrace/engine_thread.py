@@ -9,10 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from headrace.deployment.launcher import RunningEngine
 from headrace.engine.outputs import OutputDelta
 from headrace.engine.prepared import Prepared
 from headrace.errors import HeadraceError, PipelineError, UsageError
-from headrace.launcher import RunningEngine
 
 _log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from headrace.checkpoint.chat_template import Message
 from headrace.config import EngineConfig
+from headrace.deployment.launcher import RunningEngine, launch
 from headrace.engine.outputs import OutputDelta, OutputGatherer, RequestOutput
 from headrace.engine.prepared import Prepared
 from headrace.errors import PipelineError, UsageError
-from headrace.launcher import RunningEngine, launch
 from headrace.progress import batch_progress
 from headrace.prompts import (
     Prompt,

@@ -18,14 +18,14 @@ from headrace.checkpoint.gguf_file import read_gguf
 from headrace.checkpoint.locate import locate_model
 from headrace.cli import bench_overhead
 from headrace.cli.bench import app
+from headrace.deployment.partition import stage_shares
 from headrace.errors import ModelError, UsageError
+from headrace.execution.model_executor import ModelExecutor
+from headrace.host.cpus import StageCpus
 from headrace.kernels import REFERENCE, path, reference
 from headrace.kernels.linear import Linear
 from headrace.model.llama import load_llama
 from headrace.model.weights import open_tensors
-from headrace.pipeline.cpus import StageCpus
-from headrace.pipeline.executor import ModelExecutor
-from headrace.pipeline.partition import stage_shares
 from headrace.protocol.plan import (
     Admission,
     BlocksAppended,

@@ -10,12 +10,12 @@ import torch
 from headrace.bench.stage_alone import load_executor, replay, seconds_alone
 from headrace.checkpoint.config import config_from_gguf
 from headrace.checkpoint.gguf_file import read_gguf
+from headrace.deployment.partition import stage_shares
 from headrace.engine.limits import SchedulerConfig
 from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Scheduler
 from headrace.errors import PipelineError
-from headrace.pipeline.cpus import StageCpus
-from headrace.pipeline.partition import stage_shares
+from headrace.host.cpus import StageCpus
 from headrace.protocol.messages import Result, StageConfig
 from headrace.protocol.plan import Plan, Sampling, Yield, token_count
 from headrace.protocol.sampling_params import SamplingParams

@@ -18,8 +18,8 @@ from headrace.checkpoint.gguf_file import GgufFile, read_gguf
 from headrace.checkpoint.locate import locate_model
 from headrace.checkpoint.tokenizer import tokenizer_of_gguf
 from headrace.config import EngineConfig
+from headrace.deployment.launcher import launch
 from headrace.errors import ModelError, StartError, UsageError
-from headrace.launcher import launch
 from headrace.model.llama import load_llama
 from headrace.model.weights import open_tensors
 from headrace.protocol.model_config import StageShare

@@ -12,18 +12,18 @@ from safetensors.torch import load_file, save_file
 
 from headrace.checkpoint.config import config_from_huggingface
 from headrace.checkpoint.locate import locate_model
+from headrace.deployment.partition import stage_shares
 from headrace.engine.limits import SchedulerConfig
 from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Scheduler
+from headrace.execution.model_executor import ModelExecutor
 from headrace.model.llama import load_llama
 from headrace.model.weights import open_tensors
-from headrace.pipeline.executor import ModelExecutor
-from headrace.pipeline.partition import stage_shares
-from headrace.pipeline.virtual_links import VirtualClock, VirtualNetwork
-from headrace.pipeline.virtual_stages import VirtualStages
 from headrace.protocol.messages import Result
 from headrace.protocol.plan import Plan
 from headrace.protocol.sampling_params import SamplingParams, resolve
+from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork
+from headrace.simulation.virtual_stages import VirtualStages
 from tiny_checkpoints import write_tiny_llama
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from headrace.pipeline.ledger import Channel, Tensors
 from headrace.pipeline.links import SlowLine, edges
-from headrace.pipeline.virtual_links import VirtualClock, VirtualNetwork, VirtualTransfer
 from headrace.protocol.messages import LinkEmulation
+from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork, VirtualTransfer
 from pipeline.link_scenarios import DEADLY, PROMISES, SLOW_LINE
 from pipeline.virtual_ranks import run_virtual_world
 

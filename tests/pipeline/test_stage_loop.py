@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.execution.executor import PlanOrderError
 from headrace.pipeline.effects import (
     Compute,
     EmitResult,
@@ -17,7 +18,7 @@ from headrace.pipeline.effects import (
     Wait,
 )
 from headrace.pipeline.ledger import Tensors
-from headrace.pipeline.stage_loop import PlanOrderError, StageRole, stage_loop
+from headrace.pipeline.stage_loop import StageRole, stage_loop
 from headrace.protocol.messages import RowLogprobs, Stop
 from headrace.protocol.plan import Plan, Row, TokenRef, Yield
 

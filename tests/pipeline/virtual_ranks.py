@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from headrace.pipeline.links import LinkError
-from headrace.pipeline.virtual_links import VirtualClock, VirtualNetwork, VirtualTransfer
 from headrace.protocol.messages import LinkEmulation
+from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork, VirtualTransfer
 from pipeline.link_scenarios import ALL, Die, Meet, Pause, Rank, Scenario, Wait
 
 

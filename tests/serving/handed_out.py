@@ -16,11 +16,11 @@ from command import wait_until
 from headrace.async_llm import AsyncLLM
 from headrace.checkpoint.synthetic import synthetic_tokenizer
 from headrace.config import EngineConfig
+from headrace.deployment.launcher import launch_virtual
 from headrace.engine.outputs import OutputDelta
 from headrace.engine.prepared import Prepared
 from headrace.engine.request import FinishReason
 from headrace.engine_thread import EngineThread, Submission
-from headrace.launcher import launch_virtual
 from headrace.serving.app import make_app
 from headrace.serving.backlog import Backlog
 from headrace.serving.connection import with_limits

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.config import EngineConfig
+from headrace.deployment.launcher import RunningEngine, launch_virtual
 from headrace.engine.engine import Engine
 from headrace.engine.outputs import OutputDelta
 from headrace.engine.request import FinishReason
-from headrace.launcher import RunningEngine, launch_virtual
 from headrace.protocol.sampling_params import SamplingParams
 from headrace.serving.metrics import ServerMetrics
 from headrace.serving.metrics_requests import RequestWatch

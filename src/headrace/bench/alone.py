@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 from headrace.errors import PipelineError
-from headrace.pipeline.cpus import StageCpus
-from headrace.pipeline.pinning import keep_out_second_openmp, start_process
+from headrace.host.cpus import StageCpus
+from headrace.host.pinning import keep_out_second_openmp, start_process
 
 
 def answer_alone(module: str, stage: int, cpus: StageCpus, task: bytes) -> bytes:

@@ -15,8 +15,8 @@ from headrace.bench.kernel_cases import CHUNK, CONTEXT, Call, Case, kernel_cases
 from headrace.bench.machine import machine, versions
 from headrace.bench.roofline import Dtype, read_config
 from headrace.errors import StartError
+from headrace.host.cpus import stage_cpus
 from headrace.kernels import PATH_VARIABLE, has_native_kernels, path
-from headrace.pipeline.cpus import stage_cpus
 from headrace.protocol.model_config import ModelConfig
 
 # Seconds of a round, unless one call takes longer, and the most calls of a round.

@@ -6,8 +6,8 @@ import platform
 from typing import Any
 
 import headrace
-from headrace.pipeline.control_groups import cpu_quota
-from headrace.pipeline.cpus import cpu_flags, cpu_info, usable_cpus
+from headrace.host.control_groups import cpu_quota
+from headrace.host.cpus import cpu_flags, cpu_info, usable_cpus
 
 # Those that decide which products and which kernels run: x86, then aarch64.
 _FEATURES = (

@@ -10,11 +10,11 @@ from headrace.bench.running import running_engine
 from headrace.bench.stage_alone import seconds_alone
 from headrace.checkpoint.locate import SYNTHETIC
 from headrace.config import EngineConfig
+from headrace.deployment.launcher import RunningEngine
 from headrace.engine.engine import Engine
 from headrace.engine.microbatch_count import best_count, round_seconds
 from headrace.engine.step_cost import StepWork
 from headrace.errors import PipelineError
-from headrace.launcher import RunningEngine
 from headrace.protocol.messages import Timeline
 
 Setting = Literal["deferred", "blocking", "blocking_best"]

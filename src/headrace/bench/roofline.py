@@ -36,8 +36,8 @@ from headrace.bench.machine import machine, usable_cores, versions
 from headrace.checkpoint.config import config_from_gguf, config_from_huggingface
 from headrace.checkpoint.gguf_file import read_gguf
 from headrace.checkpoint.locate import locate_model
+from headrace.deployment.partition import layer_costs
 from headrace.errors import UsageError
-from headrace.pipeline.partition import layer_costs
 from headrace.protocol.model_config import ModelConfig
 
 Dtype = Literal["float32", "bfloat16"]

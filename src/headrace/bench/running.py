@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from headrace.config import EngineConfig
-from headrace.launcher import RunningEngine, launch
+from headrace.deployment.launcher import RunningEngine, launch
 
 
 @contextmanager

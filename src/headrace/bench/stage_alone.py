@@ -11,10 +11,10 @@ import msgspec
 import torch
 
 from headrace.bench.alone import answer_alone
+from headrace.execution.executor import Executor
+from headrace.execution.load import load_model, stage_executor
+from headrace.host.cpus import StageCpus
 from headrace.kernels.path import choose_path
-from headrace.pipeline.cpus import StageCpus
-from headrace.pipeline.load import load_model, stage_executor
-from headrace.pipeline.stage_loop import Executor
 from headrace.protocol.messages import StageConfig
 from headrace.protocol.plan import Plan, samples, token_count
 

@@ -21,11 +21,12 @@ import zmq
 from headrace.bench.alone import answer_alone
 from headrace.bench.kernel_clock import KernelClock, timed_kernels
 from headrace.bench.stage_alone import load_executor
+from headrace.execution.executor import Executor
+from headrace.execution.model_executor import ModelExecutor
+from headrace.host.cpus import StageCpus
 from headrace.model.llama import LlamaStage
-from headrace.pipeline.cpus import StageCpus
 from headrace.pipeline.effects import Effect, EmitResult
-from headrace.pipeline.executor import ModelExecutor
-from headrace.pipeline.stage_loop import Executor, StageRole, stage_loop
+from headrace.pipeline.stage_loop import StageRole, stage_loop
 from headrace.pipeline.stage_worker import ControlSocket, drive
 from headrace.pipeline.timeline import StageTimeline
 from headrace.protocol import codec

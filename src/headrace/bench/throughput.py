@@ -8,7 +8,7 @@ from headrace.bench.batch_run import Batch, BatchRun, median_run, run_batch
 from headrace.bench.machine import machine, versions
 from headrace.bench.running import running_engine
 from headrace.config import EngineConfig
-from headrace.pipeline.cpus import StageCpus
+from headrace.host.cpus import StageCpus
 
 # As many as other engines' benches run before the clock starts: prompts, and tokens of each answer.
 _WARM_UP = 4, 8

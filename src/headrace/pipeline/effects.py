@@ -1,7 +1,7 @@
 """What a stage loop yields: every wait, every send, every piece of work. No I/O here.
 
 The driver that runs the generator carries each effect out and sends its value back in: over links
-and sockets in pipeline/stage_worker.py, in virtual time in pipeline/virtual_stages.py.
+and sockets in pipeline/stage_worker.py, in virtual time in simulation/virtual_stages.py.
 """
 
 from collections.abc import Callable

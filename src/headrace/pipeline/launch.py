@@ -19,9 +19,9 @@ import zmq
 
 from headrace import errors
 from headrace.errors import HeadraceError, PipelineError, StartError, UsageError
-from headrace.pipeline.cpus import StageCpus
-from headrace.pipeline.engine_folder import EngineFolder
-from headrace.pipeline.pinning import start_process
+from headrace.host.cpus import StageCpus
+from headrace.host.engine_folder import EngineFolder
+from headrace.host.pinning import start_process
 from headrace.pipeline.watch import ask, connect_watch
 from headrace.protocol import codec
 from headrace.protocol.messages import (

@@ -8,10 +8,11 @@ place in the pipeline alone.
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from headrace.execution.executor import Executor, PlanOrderError
 from headrace.pipeline.effects import (
     Compute,
     Effect,
@@ -33,49 +34,6 @@ from headrace.protocol.plan import Plan, samples, token_count
 _SENDS_AT_ONCE = 8
 # Beyond it sends are completed sooner than after a window.
 _HELD_BYTES = 64 * 2**20
-
-
-class Executor(Protocol):
-    """The stage's share of the model with its per-slot state; computes, never communicates."""
-
-    device: torch.device
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether forward() and logits() return before the device has done the work."""
-
-    def synchronize(self) -> None:
-        """Return once the device has done everything that it was given."""
-
-    def begin(self, plan: Plan) -> None:
-        """Apply the plan's admissions and appended blocks."""
-
-    def forward(self, plan: Plan, inputs: torch.Tensor) -> torch.Tensor:
-        """Run the rows. inputs: ids int64 [tokens] on the first stage, else activations.
-
-        Returns activations [tokens, hidden].
-        """
-
-    def logits(self, plan: Plan, activations: torch.Tensor) -> torch.Tensor:
-        """On the last stage: scores [sampling rows, vocab] of the rows that sample."""
-
-    def sample(self, plan: Plan, logits: torch.Tensor) -> torch.Tensor:
-        """Tokens of the rows that sample, in row order, int64 [sampling rows]."""
-
-    def logprobs(
-        self,
-        plan: Plan,
-        activations: torch.Tensor,
-        logits: torch.Tensor | None,
-        tokens: torch.Tensor | None,
-    ) -> list[RowLogprobs]:
-        """What rows report besides their tokens; logits and tokens are None if no row samples."""
-
-    def end(self, plan: Plan) -> None:
-        """Apply the plan's releases."""
-
-    def activations_buffer(self, tokens: int) -> torch.Tensor:
-        """A new buffer for the activations of so many tokens."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +73,6 @@ class StageRole:
         if self.num_stages == 1:
             return None
         return Channel(Tensors.FEEDBACK, self.num_stages - 1, 0)
-
-
-class PlanOrderError(Exception):
-    """A plan is missing or came twice: a fault in Headrace, never the user's."""
 
 
 def stage_loop(role: StageRole, executor: Executor) -> Generator[Effect, Any, None]:

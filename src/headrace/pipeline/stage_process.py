@@ -12,8 +12,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from headrace.pipeline.engine_folder import remove_abandoned
-from headrace.pipeline.pinning import keep_out_second_openmp
+from headrace.host.engine_folder import remove_abandoned
+from headrace.host.pinning import keep_out_second_openmp
 
 
 def _exit_with_engine(engine: int, folder: Path) -> None:

@@ -11,6 +11,9 @@ import torch
 import zmq
 
 from headrace.errors import HeadraceError, PipelineError
+from headrace.execution.executor import Executor
+from headrace.execution.load import load_model, stage_executor
+from headrace.execution.model_executor import cache_bytes_per_block
 from headrace.kernels.path import choose_path, path_name
 from headrace.pipeline.effects import (
     Compute,
@@ -25,11 +28,9 @@ from headrace.pipeline.effects import (
     Wait,
     wait_kind,
 )
-from headrace.pipeline.executor import cache_bytes_per_block
 from headrace.pipeline.ledger import Channel, Ledger
 from headrace.pipeline.links import Link, LinkError, Rendezvous, connect, disconnect
-from headrace.pipeline.load import load_model, stage_executor
-from headrace.pipeline.stage_loop import Executor, StageRole, stage_loop
+from headrace.pipeline.stage_loop import StageRole, stage_loop
 from headrace.pipeline.timeline import StageTimeline
 from headrace.pipeline.watch import answer_when_asked
 from headrace.protocol import codec

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import UsageError
-from headrace.pipeline.partition import (
+from headrace.deployment.partition import (
     LayerCosts,
     balanced_layers,
     parse_layer_partition,
     stage_shares,
 )
+from headrace.errors import UsageError
 
 SMOLLM2 = LayerCosts(layer=3_538_944, embedding=576, head=28_311_552 // 3)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.pipeline.control_groups import cpu_quota, memory_left
+from headrace.host.control_groups import cpu_quota, memory_left
 
 
 def write(folder: Path, own_groups: str, files: dict[str, str]) -> tuple[Path, Path]:

@@ -1,9 +1,9 @@
 import pytest
 
 from headrace.config import parse_size
+from headrace.deployment import cache_size
+from headrace.deployment.cache_size import choose_num_blocks, free_memory
 from headrace.errors import StartError
-from headrace.pipeline import cache_size
-from headrace.pipeline.cache_size import choose_num_blocks, free_memory
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from headrace.execution.executor import PlanOrderError
 from headrace.kernels.batch import AttentionBatch
 from headrace.kernels.kv_cache import KvCache, bytes_per_block, new_cache
-from headrace.pipeline.stage_loop import PlanOrderError
 from headrace.protocol.messages import RowLogprobs, TokenLogprobs
 from headrace.protocol.model_config import ModelConfig
 from headrace.protocol.plan import Admission, Plan, Yield, row_samples

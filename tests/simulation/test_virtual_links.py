@@ -7,7 +7,7 @@ import torch
 
 from headrace.pipeline.ledger import Channel, Tensors
 from headrace.pipeline.links import LinkError
-from headrace.pipeline.virtual_links import (
+from headrace.simulation.virtual_links import (
     LinkMisuseError,
     VirtualClock,
     VirtualLink,

@@ -7,11 +7,11 @@ import torch
 
 from headrace.checkpoint.locate import ModelFiles
 from headrace.errors import StartError
+from headrace.execution.executor import Executor
+from headrace.execution.model_executor import ModelExecutor
+from headrace.execution.synthetic_executor import SyntheticExecutor
 from headrace.model.llama import LlamaStage, load_llama
 from headrace.model.weights import open_tensors
-from headrace.pipeline.executor import ModelExecutor
-from headrace.pipeline.stage_loop import Executor
-from headrace.pipeline.synthetic import SyntheticExecutor
 from headrace.protocol.messages import StageConfig
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from headrace.errors import PipelineError
+from headrace.execution.executor import Executor
 from headrace.pipeline.effects import (
     Compute,
     Effect,
@@ -28,12 +29,12 @@ from headrace.pipeline.effects import (
 )
 from headrace.pipeline.ledger import Channel, Ledger, LedgerError
 from headrace.pipeline.links import LinkError
-from headrace.pipeline.stage_loop import Executor, StageRole, stage_loop
+from headrace.pipeline.stage_loop import StageRole, stage_loop
 from headrace.pipeline.timeline import StageTimeline
-from headrace.pipeline.virtual_links import VirtualClock, VirtualNetwork, VirtualTransfer
 from headrace.protocol import codec
 from headrace.protocol.messages import Report, Result, Stop, Timeline
 from headrace.protocol.plan import Plan
+from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork, VirtualTransfer
 
 # Seconds that a stage takes for all of a step's work of one kind.
 ComputeTime = Callable[[int, Plan, WorkKind], float]

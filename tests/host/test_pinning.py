@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from command import Command
-from headrace.pipeline.cpus import StageCpus
-from headrace.pipeline.pinning import start_process
+from headrace.host.cpus import StageCpus
+from headrace.host.pinning import start_process
 from tiny_checkpoints import write_tiny_gguf
 
 ALLOWED = sorted(os.sched_getaffinity(0))

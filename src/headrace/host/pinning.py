@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.errors import StartError
-from headrace.pipeline.cpus import StageCpus
+from headrace.host.cpus import StageCpus
 
 
 def start_process(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.pipeline.engine_folder import EngineFolder
+from headrace.host.engine_folder import EngineFolder
 
 MIB = 2**20
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from headrace.errors import StartError
-from headrace.pipeline.control_groups import memory_left
+from headrace.host.control_groups import memory_left
 
 
 def free_memory() -> int:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import UsageError
-from headrace.pipeline.cpus import (
+from headrace.host.cpus import (
     StageCpus,
     parse_cpu_bind,
     split_cpus,

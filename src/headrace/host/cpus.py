@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import UsageError
-from headrace.pipeline.control_groups import cpu_quota
+from headrace.host.control_groups import cpu_quota
 from headrace.protocol.checks import shortened
 
 

@@ -28,29 +28,29 @@ from headrace.checkpoint.tokenizer import (
     tokenizer_of_gguf,
 )
 from headrace.config import EngineConfig
-from headrace.engine.engine import Engine, Pipeline
-from headrace.engine.limits import SchedulerConfig
-from headrace.engine.microbatch_count import MicrobatchTuner, window_of
-from headrace.engine.scheduler import Scheduler
-from headrace.engine.step_cost import StepCost, prior_cost
-from headrace.errors import ModelError, UsageError
-from headrace.kernels import has_native_kernels
-from headrace.pipeline.cache_size import check_max_model_len, choose_num_blocks
-from headrace.pipeline.cpus import StageCpus, computes_bfloat16, stage_cpus
-from headrace.pipeline.launch import StageProcesses, bind_master
-from headrace.pipeline.partition import (
+from headrace.deployment.cache_size import check_max_model_len, choose_num_blocks
+from headrace.deployment.partition import (
     balanced_layers,
     check_stage_count,
     layer_costs,
     parse_layer_partition,
     stage_shares,
 )
+from headrace.engine.engine import Engine, Pipeline
+from headrace.engine.limits import SchedulerConfig
+from headrace.engine.microbatch_count import MicrobatchTuner, window_of
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.step_cost import StepCost, prior_cost
+from headrace.errors import ModelError, UsageError
+from headrace.host.cpus import StageCpus, computes_bfloat16, stage_cpus
+from headrace.kernels import has_native_kernels
+from headrace.pipeline.launch import StageProcesses, bind_master
 from headrace.protocol.messages import LinkEmulation, Loaded, Loading, StageConfig, SyntheticTime
 from headrace.protocol.model_config import ModelConfig, StageShare
 
 if TYPE_CHECKING:
-    from headrace.pipeline.virtual_links import VirtualClock
-    from headrace.pipeline.virtual_stages import VirtualStages
+    from headrace.simulation.virtual_links import VirtualClock
+    from headrace.simulation.virtual_stages import VirtualStages
 
 _log = logging.getLogger(__name__)
 
@@ -214,9 +214,9 @@ def launch_virtual(config: EngineConfig) -> VirtualEngine:
     # Stages in this very process need torch, which takes seconds to import: not for real ones.
     import torch
 
-    from headrace.pipeline.synthetic import SyntheticExecutor
-    from headrace.pipeline.virtual_links import VirtualClock, VirtualNetwork
-    from headrace.pipeline.virtual_stages import VirtualStages
+    from headrace.execution.synthetic_executor import SyntheticExecutor
+    from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork
+    from headrace.simulation.virtual_stages import VirtualStages
 
     stage_time = parse_stage_time(config.model.removeprefix(SYNTHETIC))
     num_stages = config.pipeline_parallel_size

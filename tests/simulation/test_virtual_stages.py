@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from headrace.errors import PipelineError
+from headrace.execution.executor import PlanOrderError
+from headrace.execution.synthetic_executor import SyntheticExecutor
 from headrace.pipeline.effects import Effect
-from headrace.pipeline.stage_loop import PlanOrderError, _Stage
-from headrace.pipeline.synthetic import SyntheticExecutor
-from headrace.pipeline.virtual_links import VirtualClock, VirtualNetwork
-from headrace.pipeline.virtual_stages import VirtualStages
+from headrace.pipeline.stage_loop import _Stage
 from headrace.protocol.messages import Report, Result, Stop, SyntheticTime
 from headrace.protocol.plan import Plan, Row, TokenRef, Yield
+from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork
+from headrace.simulation.virtual_stages import VirtualStages
 
 STEP_S = 20.0
 

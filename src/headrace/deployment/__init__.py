@@ -1,0 +1,1 @@
+"""SETS UP: decides everything once, then starts ranks and engine."""

@@ -1,0 +1,1 @@
+"""KNOWS the machine: cores, control groups, memory, what engines left behind."""

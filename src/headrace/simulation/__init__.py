@@ -1,0 +1,1 @@
+"""IMITATES links and stages in virtual time."""
