@@ -69,3 +69,37 @@ class StageShare(msgspec.Struct, frozen=True):
     def num_layers(self) -> int:
         """How many transformer layers the stage runs."""
         return self.end_layer - self.first_layer
+
+
+class LayerSize(msgspec.Struct, frozen=True, array_like=True):
+    """products: multiplications of elements for a token that passes the layer, attention's over the
+    context apart. cache_elements: what it keeps of each position, keys and values."""
+
+    products: int
+    cache_elements: int
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What all but the architecture itself may know of a model: numbers.
+
+    architecture: its name for people. rotation_elements: of tables that a stage keeps for each
+    position. embedding_products, head_products: for a token that passes them. dtype: the
+    checkpoint's own ("float32", "bfloat16", "float16"). max_positions: the longest context it was
+    made for.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSize, ...]
+    rotation_elements: int
+    embedding_products: int
+    head_products: int
+    max_positions: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Transformer layers."""
+        return len(self.layers)

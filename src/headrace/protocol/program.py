@@ -1,0 +1,174 @@
+"""A stage's share of a model as a program: typed operations over named buffers and weights.
+
+An architecture builds it (model/architectures/), without torch and without reading a weight; it
+travels to the stage, which binds the weights it names and runs it (model/interpreter.py is its
+meaning, on any device). Nobody else knows what kind of model it is.
+
+Buffers are named, [T, width], T the step's tokens; widths says how wide each is. The program reads
+"x", the activations [T, hidden] (on the first stage Embed makes them), and leaves them there.
+Caches are numbered from 0 within the share.
+"""
+
+import msgspec
+
+from headrace.protocol.model_config import RopeConfig
+
+
+class StoredTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor of the checkpoint's files, by its name there.
+
+    shape: [outs, ins] of a matrix, [width] of a vector. paired_heads: GGUF stores the rows of
+    so many heads with rotated pairs next to each other, to be undone; 0: as they are. optional:
+    zeros if the files do not have it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    paired_heads: int = 0
+    optional: bool = False
+
+
+class Matrix(msgspec.Struct, frozen=True, array_like=True):
+    """A product's weight [outs, ins]: tensors stacked along the outputs, and as many biases or
+    none. A bias is zeros where its tensor is optional and missing; all missing: none is added."""
+
+    parts: tuple[StoredTensor, ...]
+    biases: tuple[StoredTensor, ...] = ()
+
+    @property
+    def outs(self) -> int:
+        """Outputs of all parts."""
+        return sum(part.shape[0] for part in self.parts)
+
+    @property
+    def ins(self) -> int:
+        """Inputs."""
+        return self.parts[0].shape[1]
+
+
+class Vector(msgspec.Struct, frozen=True, array_like=True):
+    """A norm's weight; offset is added to what the files say (Gemma's 1 + w)."""
+
+    tensor: StoredTensor
+    offset: float = 0.0
+
+
+class Embed(msgspec.Struct, tag="embed", frozen=True):
+    """x = rows of the table [vocab, hidden] at the input ids, times scale."""
+
+    table: StoredTensor
+    scale: float = 1.0
+
+
+class Norm(msgspec.Struct, tag="norm", frozen=True):
+    """out = source / rms(source) * weight, by rows; with delta, source += delta first, in place.
+
+    The plain sum is rounded to the activations' type, as between two layers. out may be source.
+    """
+
+    source: str
+    weight: Vector
+    epsilon: float
+    out: str
+    delta: str | None = None
+
+
+class HeadNorm(msgspec.Struct, tag="head_norm", frozen=True):
+    """The norm of each of `heads` heads of width head_dim in the buffer, from head `first` on, in
+    place (Qwen 3's and Gemma 3's of queries and keys). weight: [head_dim], one for all of them."""
+
+    buffer: str
+    first: int
+    heads: int
+    head_dim: int
+    weight: Vector
+    epsilon: float
+
+
+class Linear(msgspec.Struct, tag="linear", frozen=True):
+    """out = source W^T + b. label: what a profile calls it."""
+
+    source: str
+    weight: Matrix
+    out: str
+    label: str
+
+
+class Rotate(msgspec.Struct, tag="rotate", frozen=True):
+    """Rotary embedding of queries (in place) and keys of qkv [T, (heads + 2 kv_heads) * head_dim];
+    rotated keys, and values, go to the cache. rope: None leaves them as they are. factors: a tensor
+    float32 [head_dim / 2] that divides the frequencies, if the files have it."""
+
+    qkv: str
+    heads: int
+    rope: RopeConfig | None
+    cache: int
+    factors: StoredTensor | None = None
+
+
+class Attention(msgspec.Struct, tag="attention", frozen=True):
+    """out [T, heads * head_dim]: causal attention of qkv's queries over the cache.
+
+    window: positions a token attends to, its own included; None for all. soft_cap: scores become
+    soft_cap * tanh(score / soft_cap) after scaling; None leaves them. sinks: float32 [heads], a
+    score of each head that takes part in its softmax without a value.
+    """
+
+    qkv: str
+    heads: int
+    cache: int
+    scale: float
+    out: str
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: StoredTensor | None = None
+
+
+class GatedActivation(msgspec.Struct, tag="gated_activation", frozen=True):
+    """out [T, width] = activation(gate) * up of source [T, 2 width], gate first.
+
+    activation: silu, or gelu_tanh (the tanh approximation).
+    """
+
+    source: str
+    out: str
+    activation: str
+
+
+class Add(msgspec.Struct, tag="add", frozen=True):
+    """to += source."""
+
+    to: str
+    source: str
+
+
+class SoftCap(msgspec.Struct, tag="soft_cap", frozen=True):
+    """buffer = cap * tanh(buffer / cap), in place."""
+
+    buffer: str
+    cap: float
+
+
+Operation = Embed | Norm | HeadNorm | Linear | Rotate | Attention | GatedActivation | Add | SoftCap
+
+
+class CacheShape(msgspec.Struct, frozen=True, array_like=True):
+    """What a layer keeps of each position: keys and values [kv_heads, head_dim]."""
+
+    kv_heads: int
+    head_dim: int
+
+
+class Program(msgspec.Struct, frozen=True):
+    """A stage's share. head: from the rows of x that sample to "logits" [rows, vocab], on the last
+    stage; empty elsewhere, and its buffers are apart from those of `operations`.
+
+    widths: of every buffer but x and logits, by name.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    operations: tuple[Operation, ...]
+    head: tuple[Operation, ...]
+    caches: tuple[CacheShape, ...]
+    widths: dict[str, int]
