@@ -1,11 +1,14 @@
 """Fixtures: the packaged model, and Hugging Face transformers as the oracle for it."""
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Read when torch is loaded, here and in stages. Tests share few cores with many processes: a thread
 # that waits for its neighbour must leave them the core, not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Commands that tests start inherit what nohup, if it started the tests, ignores.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -106,9 +106,9 @@ def test_beside_a_long_prompt_short_ones_and_streams_go_on() -> None:
     assert first_come["short_ttft_max_s"] > 10
     assert shared["short_ttft_max_s"] < 1
     assert shared["long_ttft_ratio"] < 1.15
-    assert shared["stream_gap_beside_max_s"] < first_come["stream_gap_beside_p50_s"] / 4
+    assert shared["stream_gap_beside_max_s"] < first_come["stream_gap_beside_p50_s"] / 3
     undisturbed = shared["stream_gap_before_p50_s"]
-    assert shared["stream_gap_beside_p50_s"] <= 8 * undisturbed
+    assert shared["stream_gap_beside_p50_s"] <= 9 * undisturbed
 
 
 def test_the_smallest_loads_have_figures() -> None:

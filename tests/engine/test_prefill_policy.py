@@ -194,14 +194,14 @@ def step_s(policy: PrefillPolicy, situation: Situation, start: int) -> float:
 
 
 @given(situation=situations(), start=st.integers(0, 100_000))
-def test_prefill_makes_a_step_at_most_eight_times_as_long(situation: Situation, start: int) -> None:
+def test_prefill_makes_a_step_at_most_nine_times_as_long(situation: Situation, start: int) -> None:
     cost = situation.cost
     least = cost.added(StepWork(16, chunk_attended(start, 16), 0))
     row = cost.added(StepWork(1, 1, 1))
     undisturbed = cost.fixed + max(cost.added(situation.mean_decode), row)
     own = cost.fixed + cost.added(situation.decode)
     step = step_s(prefill_policy("even"), situation, start)
-    assert step <= max(8 * undisturbed, own + least) * (1 + 1e-9)
+    assert step <= max(9 * undisturbed, own + least) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", ["budget", "even"])
@@ -222,14 +222,14 @@ def test_a_wide_limit_replaces_the_policys_own() -> None:
     assert granted(prefill_policy("even"), alone) == alone.pending.tokens
 
 
-def test_eight_times_costs_a_long_prompt_a_seventh_at_most() -> None:
+def test_nine_times_costs_a_long_prompt_an_eighth_at_most() -> None:
     """Its time in such steps over the bare time of its tokens, at every depth."""
     for start in (0, 5000, 50_000):
         limited = replace(BUSY, num_microbatches=1, max_tokens=10**6)
         count = prefill_policy("even").allow(limited).take(start, 10**6)
         bare = chunk_seconds(COST, start, count)
         whole = COST.fixed + COST.added(DECODE) + bare
-        assert whole / bare <= 8 / 7 + 0.02
+        assert whole / bare <= 9 / 8 + 0.02
 
 
 def test_a_short_prompt_alone_is_not_cut_into_pieces_that_cost_less_than_the_fixed_part() -> None:
