@@ -7,8 +7,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Read when torch is loaded, here and in stages. Tests share few cores with many processes: a thread
 # that waits for its neighbour must leave them the core, not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Commands that tests start inherit what nohup, if it started the tests, ignores.
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +21,9 @@ from headrace.checkpoint.gguf_file import read_gguf
 from headrace.checkpoint.locate import locate_model
 from headrace.checkpoint.tokenizer import tokenizer_of_gguf
 from headrace.model.weights import open_tensors
+
+# Commands that tests start inherit what nohup, if it started the tests, ignores.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # No test depends on how fast the machine is.
 hypothesis.settings.register_profile("headrace", deadline=None)
