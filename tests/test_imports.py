@@ -16,7 +16,7 @@ ROOT = Path(headrace.__file__).parent
 ORDER = [
     "errors", "patterns", "signals", "protocol", "host", "kernels", "sampling", "checkpoint",
     "model", "execution", "pipeline", "simulation", "engine", "config", "deployment",
-    "conversation", "prompts", "progress", "engine_thread", "llm", "async_llm", "client",
+    "trace", "conversation", "prompts", "progress", "engine_thread", "llm", "async_llm", "client",
     "serving", "bench", "cli", "__main__",
 ]  # fmt: skip
 # The deciding side and the moving side meet in `deployment` alone, and in no other file.

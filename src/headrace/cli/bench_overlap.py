@@ -8,13 +8,13 @@ import typer
 
 from headrace.bench.batch_run import Batch
 from headrace.bench.plot import check_matplotlib, draw
-from headrace.bench.trace import write_trace
 from headrace.checkpoint.locate import SYNTHETIC
 from headrace.checkpoint.synthetic import parse_stage_time
 from headrace.cli import options
 from headrace.cli.printing import print_rows, progress, rounded
 from headrace.config import EngineConfig
 from headrace.errors import UsageError
+from headrace.trace import write_trace
 
 
 def overlap(

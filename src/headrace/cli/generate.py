@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headrace.bench.trace import write_trace
 from headrace.checkpoint.generation_config import in_words
 from headrace.checkpoint.locate import SYNTHETIC
 from headrace.cli import options
@@ -22,6 +21,7 @@ from headrace.llm import LLM
 from headrace.progress import loading_display
 from headrace.prompts import tokenized_chat
 from headrace.protocol.sampling_params import SamplingParams
+from headrace.trace import write_trace
 
 
 def generate(

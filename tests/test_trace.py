@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import typer
 
-from headrace.bench.trace import trace_events, write_trace
 from headrace.cli import app
 from headrace.errors import UsageError
 from headrace.protocol.messages import Activity, Timeline
+from headrace.trace import trace_events, write_trace
 
 
 def rows(events: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
