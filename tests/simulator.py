@@ -22,7 +22,7 @@ from headrace.engine.outputs import CompletionOutput, OutputDelta
 from headrace.engine.scheduler import Scheduler
 from headrace.execution.model_executor import ModelExecutor
 from headrace.protocol.plan import Plan
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork
 from headrace.simulation.virtual_stages import VirtualStages
 from toy_model import VOCAB, ToyModel, expected_answer, toy_config, toy_tokenizer

@@ -15,8 +15,8 @@ from headrace.engine.request import FinishReason
 from headrace.kernels.batch import AttentionBatch
 from headrace.kernels.kv_cache import KvCache
 from headrace.protocol.model_config import ModelConfig, RopeConfig, StageShare
-from headrace.protocol.sampling_params import SamplingParams
 from headrace.sampling.sampler import waiting_times
+from headrace.sampling_params import SamplingParams
 
 VOCAB = 97
 PRIME = 1_000_003

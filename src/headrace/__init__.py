@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from headrace.engine.outputs import CompletionOutput, RequestOutput
     from headrace.errors import HeadraceError, PipelineError, UsageError
     from headrace.llm import LLM
-    from headrace.protocol.sampling_params import SamplingParams
+    from headrace.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,7 +32,7 @@ _HOME = {
     "PipelineError": "headrace.errors",
     "RequestOutput": "headrace.engine.outputs",
     "UsageError": "headrace.errors",
-    "SamplingParams": "headrace.protocol.sampling_params",
+    "SamplingParams": "headrace.sampling_params",
 }
 
 

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from headrace.checkpoint.tokenizer import Tokenizer
+from headrace.checks import check_type
 from headrace.config import EngineConfig
 from headrace.deployment.launcher import RunningEngine, launch
 from headrace.engine.outputs import OutputDelta, OutputGatherer, RequestOutput
@@ -15,9 +16,8 @@ from headrace.engine.prepared import Prepared
 from headrace.engine_thread import EngineThread, Submission
 from headrace.errors import HeadraceError, UsageError
 from headrace.prompts import Prompt, as_params, as_prompts
-from headrace.protocol.checks import check_type
 from headrace.protocol.messages import Loading
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 # So many stop strings and bad words are made ready in a millisecond or so.
 _MANY_TEXTS = 16

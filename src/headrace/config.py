@@ -5,12 +5,12 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_type_hints
 
+from headrace.checks import check_type, unknown_name
 from headrace.engine.microbatch_count import MOST_MICROBATCHES, window_of
 from headrace.engine.prefill_policy import PrefillPolicyName
 from headrace.errors import UsageError
-from headrace.protocol.checks import check_type, unknown_name
 from headrace.protocol.messages import LinkEmulation
-from headrace.protocol.sampling_params import MAX_SEED
+from headrace.sampling_params import MAX_SEED
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 

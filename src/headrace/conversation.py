@@ -15,8 +15,8 @@ from typing import Any
 
 from headrace.checkpoint.chat_template import ChatTemplate, Message, TooMuchTextError
 from headrace.checkpoint.tokenizer import Tokenizer
+from headrace.checks import shortened
 from headrace.errors import UsageError
-from headrace.protocol.checks import shortened
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # Keys of a content's parts that are texts, by the parts' types.

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from headrace.checkpoint.chat_template import Message
+from headrace.checks import check_type
 from headrace.config import EngineConfig
 from headrace.deployment.launcher import RunningEngine, launch
 from headrace.engine.outputs import OutputDelta, OutputGatherer, RequestOutput
@@ -23,9 +24,8 @@ from headrace.prompts import (
     as_prompts,
     tokenized_chat,
 )
-from headrace.protocol.checks import check_type
 from headrace.protocol.messages import Loading, Timeline
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 # Seconds for stages to show their time lines, which are large.
 _SHOW_TIMEOUT = 30.0

@@ -10,10 +10,10 @@ import msgspec
 
 from headrace.checkpoint.chat_template import Message
 from headrace.checkpoint.tokenizer import Tokenizer
+from headrace.checks import shortened
 from headrace.conversation import render_conversation
 from headrace.errors import UsageError
-from headrace.protocol.checks import shortened
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 # As in vLLM: a text, token ids, or a dict with one of them, which may also have a cache_salt.
 Prompt = str | Sequence[int] | dict[str, Any]

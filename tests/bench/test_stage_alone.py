@@ -18,7 +18,7 @@ from headrace.errors import PipelineError
 from headrace.host.cpus import StageCpus
 from headrace.protocol.messages import Result, StageConfig
 from headrace.protocol.plan import Plan, Sampling, Yield, token_count
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 from tiny_checkpoints import write_tiny_gguf
 
 BLOCKS, BLOCK_SIZE, SEQUENCES, POSITIONS = 12, 8, 4, 32

@@ -13,7 +13,7 @@ from headrace.engine.step_cost import StepWork
 from headrace.errors import StallError, UsageError
 from headrace.protocol.messages import Activity, Report, Result, Timeline, TokenLogprobs
 from headrace.protocol.plan import Plan, Yield
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 
 @dataclass

@@ -2,7 +2,7 @@ from headrace.engine.microbatches import Microbatches
 from headrace.engine.request import Sequence
 from headrace.engine.step_cost import StepCost
 from headrace.protocol.plan import Sampling
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 BY_ROWS = StepCost(fixed=5.0, per_token=1.0, per_position=0.0, per_sampled=0.0)
 BY_CONTEXT = StepCost(fixed=5.0, per_token=1.0, per_position=0.1, per_sampled=0.0)

@@ -5,7 +5,7 @@ import pytest
 from headrace.engine.outputs import OutputDelta, OutputGatherer
 from headrace.engine.request import FinishReason
 from headrace.protocol.messages import TokenLogprobs
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 
 def delta(

@@ -12,7 +12,7 @@ from headrace.engine.scheduler import Scheduler
 from headrace.engine.waiting import WaitingQueue
 from headrace.protocol.messages import Result
 from headrace.protocol.plan import Sampling, row_samples
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 STEP = 10
 

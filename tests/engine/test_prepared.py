@@ -17,7 +17,7 @@ from headrace.errors import UsageError
 from headrace.protocol import codec
 from headrace.protocol.codec import decode_to_stage, encode_plan
 from headrace.protocol.plan import Plan, TokenRules, Yield
-from headrace.protocol.sampling_params import MOST_BAD_WORD_TOKENS, SamplingParams
+from headrace.sampling_params import MOST_BAD_WORD_TOKENS, SamplingParams
 
 
 @dataclass

@@ -14,13 +14,14 @@ from hypothesis.stateful import (
 from headrace.engine.limits import SchedulerConfig
 from headrace.engine.plan_draft import MOST_REPORTED
 from headrace.engine.prefill_order import FirstCome, PrefillOrder
+from headrace.engine.prepared import stage_sampling
 from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.step_cost import StepCost
 from headrace.errors import PipelineError, UsageError
 from headrace.protocol.messages import Result, RowLogprobs, TokenLogprobs
 from headrace.protocol.plan import Plan, TokenRef, Yield
-from headrace.protocol.sampling_params import SamplingParams, resolve
+from headrace.sampling_params import SamplingParams
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, SEQS, BUDGET = 4, 11, 40, 4, 7
 EOS = 1
@@ -48,7 +49,14 @@ def sequence(
     asked = SamplingParams(max_tokens=outputs, **params)
     stops = frozenset(asked.stop_token_ids)
     return Sequence(
-        number, 0, tokens, asked, resolve(asked, number), outputs, priority, stop_tokens=stops
+        number,
+        0,
+        tokens,
+        asked,
+        stage_sampling(asked, number),
+        outputs,
+        priority,
+        stop_tokens=stops,
     )
 
 

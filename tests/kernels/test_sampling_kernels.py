@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.kernels.sampling import CHOICE, choose
-from headrace.protocol.sampling_params import MAX_SEED
 from headrace.sampling.sampler import draw_weights, waiting_times
+from headrace.sampling_params import MAX_SEED
 from kernels.bounds import guarded
 from sampling.slots import slot
 

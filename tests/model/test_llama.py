@@ -14,6 +14,7 @@ from headrace.checkpoint.config import config_from_huggingface
 from headrace.checkpoint.locate import locate_model
 from headrace.deployment.partition import stage_shares
 from headrace.engine.limits import SchedulerConfig
+from headrace.engine.prepared import stage_sampling
 from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Scheduler
 from headrace.execution.model_executor import ModelExecutor
@@ -21,7 +22,7 @@ from headrace.model.llama import load_llama
 from headrace.model.weights import open_tensors
 from headrace.protocol.messages import Result
 from headrace.protocol.plan import Plan
-from headrace.protocol.sampling_params import SamplingParams, resolve
+from headrace.sampling_params import SamplingParams
 from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork
 from headrace.simulation.virtual_stages import VirtualStages
 from tiny_checkpoints import write_tiny_llama
@@ -94,7 +95,7 @@ def run_stages(
         )
         executors.append(_Recorder(model, 2, 40, 4, 32, torch.device("cpu")))
     greedy = SamplingParams(temperature=0, max_tokens=outputs)
-    sampling = resolve(greedy, seed=0)
+    sampling = stage_sampling(greedy, seed=0)
     sequence = Sequence(0, 0, prompt, greedy, sampling, outputs)
     scheduler = Scheduler(
         SchedulerConfig(

@@ -34,7 +34,7 @@ from headrace.protocol.plan import (
     samples,
     token_count,
 )
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 numbers = st.integers(0, 2**40)
 rows = st.builds(

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.protocol.plan import Admission, Sampling, TokenRules
-from headrace.protocol.sampling_params import MAX_SEED
 from headrace.sampling.rules import SlotRules
 from headrace.sampling.sampler import (
     adjusted_logits,
@@ -19,6 +18,7 @@ from headrace.sampling.sampler import (
     waiting_times,
 )
 from headrace.sampling.slot import SlotSampling
+from headrace.sampling_params import MAX_SEED
 from sampling.slots import samplings, slot, token_rules
 
 VOCAB = 61

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.serving.answer_size import MOST_ENTRIES, check_answer_size
 from headrace.serving.errors import ApiError
 from headrace.serving.pieces import LATER, fill, joined

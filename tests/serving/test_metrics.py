@@ -18,7 +18,7 @@ from headrace.deployment.launcher import RunningEngine, launch_virtual
 from headrace.engine.engine import Engine
 from headrace.engine.outputs import OutputDelta
 from headrace.engine.request import FinishReason
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.serving.metrics import ServerMetrics
 from headrace.serving.metrics_requests import RequestWatch
 

@@ -13,7 +13,7 @@ from headrace.engine.scheduler import Scheduler
 from headrace.engine.stage_usage import StageUsage
 from headrace.protocol.messages import Report, Result, Timeline
 from headrace.protocol.plan import Plan
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from headrace.engine.scheduler import Scheduler
 from headrace.protocol import codec
 from headrace.protocol.messages import Report, Result, Timeline
 from headrace.protocol.plan import Plan, row_samples
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 _MODEL = "smollm2"
 _BLOCK_SIZE = 16

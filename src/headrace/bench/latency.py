@@ -14,7 +14,7 @@ from headrace.bench.machine import machine, versions
 from headrace.bench.running import running_engine
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 _WARM_UP_TOKENS = 8
 

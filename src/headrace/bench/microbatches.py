@@ -14,7 +14,7 @@ import torch
 from headrace.checkpoint.locate import SYNTHETIC
 from headrace.config import EngineConfig
 from headrace.deployment.launcher import VirtualEngine, launch_virtual
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 _PROMPT_LEN = 8
 # Output tokens of each request, and the part of them between whose ends the rate is taken: all

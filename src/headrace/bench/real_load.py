@@ -16,7 +16,7 @@ from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.step_cost import CostFit, StepCost, StepWork
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 _LONGEST_OUTPUT = 100
 _REQUESTS_TO_CALIBRATE = 12

@@ -15,7 +15,7 @@ from headrace.engine.scheduler import Scheduler
 from headrace.engine.step_cost import StepCost
 from headrace.protocol.messages import Result
 from headrace.protocol.plan import Plan, Sampling, row_samples, token_count
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 # A 7B model of 32 layers with grouped keys (8 heads of 128) in 16 bits, on cards with 900 GB/s and
 # some 60 TFLOP/s in practice, if one card ran it all: 14 GB of weights read in 16 ms, and 2 ms of

@@ -13,9 +13,9 @@ from typing import Any
 
 from headrace.checkpoint.gguf_file import GgufFile
 from headrace.checkpoint.json_file import read_json_object
+from headrace.checks import shortened
 from headrace.errors import ModelError, UsageError
-from headrace.protocol.checks import shortened
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
 

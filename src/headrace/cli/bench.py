@@ -8,6 +8,7 @@ import typer
 
 from headrace.bench.engine_cost import engine_cost
 from headrace.bench.figures import SETTINGS
+from headrace.checks import check_type
 from headrace.cli.bench_kernels import kernels
 from headrace.cli.bench_latency import latency
 from headrace.cli.bench_microbatches import microbatches
@@ -19,7 +20,6 @@ from headrace.cli.bench_throughput import throughput
 from headrace.cli.options import check_range
 from headrace.cli.printing import print_rows, rounded
 from headrace.errors import UsageError
-from headrace.protocol.checks import check_type
 
 app = typer.Typer(rich_markup_mode=None, help="Measure Headrace itself.")
 app.command()(throughput)

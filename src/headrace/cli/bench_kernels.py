@@ -5,10 +5,10 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from headrace.checks import check_type
 from headrace.cli import options
 from headrace.cli.printing import print_rows, print_where, progress, rounded
 from headrace.errors import UsageError
-from headrace.protocol.checks import check_type
 
 # What fits a line: the reference's spread is in the JSON.
 _COLUMNS = (

@@ -6,9 +6,9 @@ from typing import Annotated, Any, cast
 import typer
 
 from headrace.bench.batch_run import Batch
+from headrace.checks import check_type
 from headrace.cli import options
 from headrace.cli.printing import print_rows, print_where, progress, rounded
-from headrace.protocol.checks import check_type
 
 
 def roofline(

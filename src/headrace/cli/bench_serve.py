@@ -15,11 +15,11 @@ from headrace.bench.machine import machine, versions
 from headrace.bench.serve_data import RandomPrompts, SonnetPrompts
 from headrace.bench.serve_figures import LoadRun
 from headrace.bench.serve_load import Load, measure_load, models_when_ready
+from headrace.checks import check_type
 from headrace.cli import options
 from headrace.cli.printing import print_rows, print_where, progress, rounded
 from headrace.client import Client, environment_api_key
 from headrace.errors import ServerError, UsageError
-from headrace.protocol.checks import check_type
 
 # vllm: what vLLM's command calls openai, too.
 _PATHS = {

@@ -8,7 +8,7 @@ import typer
 from headrace.cli import options
 from headrace.errors import UsageError
 from headrace.progress import loading_display
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 # What makes sense only for a model in this process, and only for one on a server.
 _ENGINE_FLAGS = {

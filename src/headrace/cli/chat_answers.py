@@ -11,7 +11,7 @@ from headrace.checkpoint.chat_template import Message
 from headrace.client import Client
 from headrace.errors import ServerError, UsageError
 from headrace.prompts import tokenized_chat
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 # Statuses by which servers refuse a conversation that is too long, among other things.
 _TOO_LONG = (400, 413)

@@ -20,7 +20,7 @@ from headrace.errors import UsageError
 from headrace.llm import LLM
 from headrace.progress import loading_display
 from headrace.prompts import tokenized_chat
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.trace import write_trace
 
 

@@ -9,11 +9,12 @@ from typing import Protocol
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
+from headrace.checks import check_type
 from headrace.engine.detokenizer import Detokenizer, TextStream
 from headrace.engine.link_time import LinkTime
 from headrace.engine.microbatch_count import MicrobatchTuner, window_of
 from headrace.engine.outputs import OutputDelta
-from headrace.engine.prepared import Preparation, Prepared
+from headrace.engine.prepared import Preparation, Prepared, stage_sampling
 from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Accepted, Scheduler
 from headrace.engine.stage_usage import StageUsage
@@ -21,10 +22,9 @@ from headrace.engine.stall import LINES_SHOWN, Scene, StallWatch
 from headrace.engine.step_cost import PRIOR, CostFit, StepCost, StepWork, dearest
 from headrace.engine.stop_strings import StopStrings
 from headrace.errors import UsageError
-from headrace.protocol.checks import check_type
 from headrace.protocol.messages import Report, Result, Timeline
 from headrace.protocol.plan import Plan
-from headrace.protocol.sampling_params import MAX_SEED, SamplingParams, resolve
+from headrace.sampling_params import MAX_SEED, SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class Engine:
         seed = params.seed
         if seed is None:
             seed = (self.seed + (request_id + 1) * _SEED_STRIDE) & MAX_SEED
-        samplings = [resolve(params, (seed + index) & MAX_SEED) for index in range(params.n)]
+        samplings = [stage_sampling(params, (seed + index) & MAX_SEED) for index in range(params.n)]
         # One completion's report on the prompt serves all.
         samplings[1:] = [replace(sampling, prompt_logprobs=None) for sampling in samplings[1:]]
         # What completions have of their prompt is worked out once.

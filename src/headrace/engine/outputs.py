@@ -8,7 +8,7 @@ import msgspec
 
 from headrace.engine.request import FinishReason
 from headrace.protocol.messages import TokenLogprobs
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 
 class Logprob(NamedTuple):

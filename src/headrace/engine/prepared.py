@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import msgspec
 from tokenizers import Tokenizer
 
+from headrace.checks import shortened
 from headrace.engine.plan_draft import MOST_REPORTED
 from headrace.engine.shared_rules import SharedRules
 from headrace.engine.stop_strings import StopPatterns
 from headrace.errors import UsageError
-from headrace.protocol.checks import shortened
-from headrace.protocol.sampling_params import MOST_BAD_WORD_TOKENS, SamplingParams
+from headrace.protocol.plan import Sampling
+from headrace.sampling_params import MOST_BAD_WORD_TOKENS, SamplingParams
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,3 +124,23 @@ class Preparation:
                 )
             result += forms
         return result
+
+
+def stage_sampling(params: SamplingParams, seed: int) -> Sampling:
+    """What the last stage is told of params, but for its long lists.
+
+    seed: of this sequence; params.seed is not looked at.
+    """
+    return Sampling(
+        seed=seed,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        min_tokens=params.min_tokens,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+    )

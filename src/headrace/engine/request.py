@@ -6,7 +6,7 @@ from typing import Literal
 from headrace.engine.shared_rules import SharedRules
 from headrace.protocol.messages import TokenLogprobs
 from headrace.protocol.plan import Sampling, TokenRef
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
 # Why, and the token or string that stopped it, if one of the request's did.

@@ -7,9 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.checks import shortened
 from headrace.errors import UsageError
 from headrace.host.control_groups import cpu_quota
-from headrace.protocol.checks import shortened
 
 
 @dataclass(frozen=True)

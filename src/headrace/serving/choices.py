@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from headrace.engine.outputs import OutputDelta
 from headrace.engine.request import FinishReason as EngineFinishReason
 from headrace.protocol.messages import TokenLogprobs
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.serving.logprobs import TextOffsets
 from headrace.serving.responses import FinishReason
 from headrace.serving.usage import TokenCount

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from headrace.engine.detokenizer import Detokenizer, TextStream
 from headrace.protocol.messages import TokenLogprobs
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.serving.answer_size import check_answer_size
 from headrace.serving.answers import EventStream, WholeAnswer
 from headrace.serving.choices import Choice, Choices

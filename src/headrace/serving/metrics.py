@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from headrace.deployment.launcher import RunningEngine
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.serving.metrics_engine import EngineState
 from headrace.serving.metrics_requests import RequestMetrics, RequestWatch
 

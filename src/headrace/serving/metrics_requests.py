@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from headrace.engine.outputs import OutputDelta
 from headrace.engine.request import FinishReason
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 # Buckets as in vLLM, but for counts of tokens up to the same number for every model, so that those
 # of several servers can be added up.

@@ -5,7 +5,7 @@ from typing import Any
 
 from headrace.checkpoint.generation_config import SamplingDefaults
 from headrace.errors import UsageError
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.serving.access import caller_salt
 from headrace.serving.errors import ApiError, as_api_error
 from headrace.serving.requests import GenerationBody

@@ -9,7 +9,7 @@ from headrace.async_llm import AsyncLLM
 from headrace.engine.outputs import OutputDelta
 from headrace.engine_thread import Submission
 from headrace.errors import HeadraceError, UsageError
-from headrace.protocol.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.serving.backlog import (
     MOST_HELD_BYTES,
     Backlog,

@@ -3,8 +3,8 @@ from typing import Any, Literal
 
 import pytest
 
+from headrace.checks import check_type, shortened, unknown_name
 from headrace.errors import UsageError
-from headrace.protocol.checks import check_type, shortened, unknown_name
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.engine.prepared import stage_sampling
 from headrace.errors import UsageError
 from headrace.protocol.plan import Sampling
-from headrace.protocol.sampling_params import MAX_SEED, SamplingParams, resolve
+from headrace.sampling_params import MAX_SEED, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 
@@ -177,11 +178,11 @@ def test_what_the_last_stage_needs_is_handed_on() -> None:
         presence_penalty=0.5, frequency_penalty=-0.5, seed=1, logprobs=2, prompt_logprobs=-1,
         min_tokens=4,
     )  # fmt: skip
-    assert resolve(made, 9) == Sampling(
+    assert stage_sampling(made, 9) == Sampling(
         seed=9, temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, repetition_penalty=1.5,
         presence_penalty=0.5, frequency_penalty=-0.5, min_tokens=4, logprobs=2, prompt_logprobs=-1,
     )  # fmt: skip
-    assert resolve(SamplingParams(), 9) == Sampling(seed=9)
+    assert stage_sampling(SamplingParams(), 9) == Sampling(seed=9)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,7 @@ def test_long_lists_are_checked_without_a_call_for_each_entry(long: dict[str, An
 
 
 def test_top_k_minus_one_is_none() -> None:
-    assert resolve(params(top_k=-1), 9).top_k == 0
+    assert stage_sampling(params(top_k=-1), 9).top_k == 0
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ def test_a_temperature_below_a_hundredth_counts_as_that_as_in_vllm(
     asked: float, taken: float
 ) -> None:
     assert params(temperature=asked).temperature == taken
-    assert resolve(params(temperature=asked), 9).temperature == taken
+    assert stage_sampling(params(temperature=asked), 9).temperature == taken
     # So only 0 is greedy.
     assert params(temperature=asked).greedy == (asked == 0)
 

@@ -1,4 +1,4 @@
-"""What a client may ask of the choice of tokens, and what of it goes to the last stage."""
+"""What a client may ask of the choice of tokens."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -6,9 +6,8 @@ from typing import Any
 
 import msgspec
 
+from headrace.checks import check_type, unknown_name
 from headrace.errors import UsageError
-from headrace.protocol.checks import check_type, unknown_name
-from headrace.protocol.plan import Sampling
 
 MAX_SEED = 2**63 - 1
 # As many completions of one prompt as vLLM allows by default (its VLLM_MAX_N_SEQUENCES).
@@ -183,26 +182,6 @@ class SamplingParams(msgspec.Struct, metaclass=_KnownNames, frozen=True, kw_only
                 if not -_MOST_BIAS <= bias <= _MOST_BIAS:
                     bounded[token] = _MOST_BIAS if bias > 0 else -_MOST_BIAS
         msgspec.structs.force_setattr(self, "logit_bias", bounded)
-
-
-def resolve(params: SamplingParams, seed: int) -> Sampling:
-    """What the last stage is told of params, but for its long lists.
-
-    seed: of this sequence; params.seed is not looked at.
-    """
-    return Sampling(
-        seed=seed,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=max(params.top_k, 0),
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        min_tokens=params.min_tokens,
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
-    )
 
 
 def _check_each(name: str, tokens: Collection[int]) -> None:
