@@ -108,8 +108,8 @@ class BudgetPolicy:
 _HORIZON_TURNS = 6
 # Below this part of free cache, prefill is held back in proportion.
 _AMPLE_CACHE = 0.2
-# How many times what a step without prefill takes one with prefill may take. See "Even steps" in
-# docs/architecture.md.
+# How many times what a step without prefill takes one with prefill may take. Why so many is told in
+# docs/scheduling.md.
 _MOST_TIMES_DECODE = 9
 
 

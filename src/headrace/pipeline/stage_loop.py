@@ -1,6 +1,6 @@
 """What one stage does, written once and without I/O: a generator of effects.
 
-The loop holds the two contracts (docs/architecture.md). It never decides from its own state
+The loop holds the two contracts (docs/contracts.md). It never decides from its own state
 whether to communicate: which transfers a step has follows from its plan and from the stage's
 place in the pipeline alone.
 """
