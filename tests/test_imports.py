@@ -14,9 +14,9 @@ ROOT = Path(headrace.__file__).parent
 # Packages and modules in one order: each may import those before it. docs/architecture.md says what
 # each is for.
 ORDER = [
-    "errors", "checks", "patterns", "signals", "protocol", "sampling_params", "host", "kernels",
-    "sampling", "checkpoint", "model", "execution", "pipeline", "simulation", "engine", "config",
-    "deployment", "trace", "conversation", "prompts", "progress", "engine_thread", "llm",
+    "errors", "checks", "setting", "patterns", "signals", "protocol", "sampling_params", "host",
+    "kernels", "sampling", "checkpoint", "model", "execution", "pipeline", "simulation", "engine",
+    "config", "deployment", "trace", "conversation", "prompts", "progress", "engine_thread", "llm",
     "async_llm", "client", "serving", "bench", "cli", "__main__",
 ]  # fmt: skip
 # The deciding side and the moving side meet in `deployment` alone, and in no other file.

@@ -27,17 +27,17 @@ _MANY_CHARACTERS = 1000
 class AsyncLLM:
     """A model on its stages, driven by a thread of its own.
 
-    Takes EngineConfig's settings as keyword arguments; loading blocks the caller, and calls check
-    once a second or more often, which may raise to give up; on_tokenizer is given the tokenizer
-    while the stages load. Close it, or use it as a context manager (`with` or `async with`); a
-    forgotten one is closed when Python exits.
+    model: as EngineConfig has it, with EngineConfig's other settings as keyword arguments; or an
+    EngineConfig. Loading blocks the caller, and calls check once a second or more often, which may
+    raise to give up; on_tokenizer is given the tokenizer while the stages load. Close it, or use it
+    as a context manager (`with` or `async with`); a forgotten one is closed when Python exits.
     Any number of event loops, each in a thread of its own, may use it at once. A process forked
     from this one cannot: there UsageError is raised.
     """
 
     def __init__(
         self,
-        model: str,
+        model: str | EngineConfig,
         *,
         on_progress: Callable[[Loading], None] = lambda _: None,
         check: Callable[[], None] = lambda: None,

@@ -43,7 +43,8 @@ def shortened(value: object) -> str:
 def _in_words(kind: Any) -> str:
     if kind in _WORDS:
         return _WORDS[kind]
-    origin, arguments = get_origin(kind), get_args(kind)
+    # A tuple of any length is written tuple[str, ...].
+    origin, arguments = get_origin(kind), [a for a in get_args(kind) if a is not ...]
     if origin is Literal:
         return f"one of {', '.join(arguments)}"
     if origin in (Union, types.UnionType):

@@ -36,15 +36,15 @@ _MAKE_WAY_S, _LOOK_S = 0.01, 0.0001
 class LLM:
     """A model on its stages.
 
-    Takes EngineConfig's settings as keyword arguments. Close it, or use it as a context manager;
-    a forgotten one is closed when Python exits. Several threads may use it at once: what they ask
-    for runs together, and each is given its own. A process forked from this one cannot: there
-    UsageError is raised.
+    model: as EngineConfig has it, with EngineConfig's other settings as keyword arguments; or an
+    EngineConfig. Close it, or use it as a context manager; a forgotten one is closed when Python
+    exits. Several threads may use it at once: what they ask for runs together, and each is given
+    its own. A process forked from this one cannot: there UsageError is raised.
     """
 
     def __init__(
         self,
-        model: str,
+        model: str | EngineConfig,
         *,
         on_progress: Callable[[Loading], None] = lambda _: None,
         **settings: Any,

@@ -156,7 +156,7 @@ def test_figures_are_medians_against_the_faster_way_by_torch(
         (["--rows", "1,x"], UsageError, "--rows must be numbers such as 1,8,32, not '1,x'"),
         (["--rows", "0"], UsageError, "--rows must be from 1"),
         (["--rounds", "0"], UsageError, "--rounds must be from 1"),
-        (["--cpu-threads", "0"], UsageError, "--cpu-threads must be from 1"),
+        (["--cpu-threads", "0"], UsageError, "--cpu-threads must be at least 1"),
         (["--dtype", "float16"], UsageError, "--dtype must be one of float32, bfloat16"),
         (["--model", "/nowhere"], ModelError, "no such file"),
         (["--model", "synthetic:1+1"], UsageError, "--model must be a real one"),

@@ -1,28 +1,8 @@
 import pytest
 
-from headrace.config import parse_size
 from headrace.deployment import cache_size
 from headrace.deployment.cache_size import choose_num_blocks, free_memory
 from headrace.errors import StartError
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("1000000", 10**6),
-        ("2GiB", 2**31),
-        ("500MB", 5 * 10**8),
-        ("1.5 kib", 1536),
-        ("3g", 3 * 10**9),
-    ],
-)
-def test_sizes_have_the_usual_units(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "2TiBs", "1 2"])
-def test_what_is_no_size_is_none(text: str) -> None:
-    assert parse_size(text) is None
 
 
 def test_free_memory_is_a_plausible_number_of_bytes() -> None:

@@ -121,7 +121,7 @@ async def read(bodies: Bodies, request: Request, kind: type[DetokenizeBody]) -> 
 
 def test_bodies_that_arrive_together_have_a_bound_and_leave_their_room() -> None:
     limit = 100_000
-    bodies = Bodies(ServerSettings(served_model_names=("m",), max_body_bytes=limit))
+    bodies = Bodies(ServerSettings(served_model_names=("m",), max_body_size=limit))
     go = asyncio.Event()
 
     def request(body: bytes) -> Request:
@@ -224,7 +224,7 @@ def test_large_bodies_are_weighed_one_after_the_other_and_small_ones_pass_them(
 )
 def test_a_refused_body_is_forgotten_at_once(pieces: list[bytes], status: int) -> None:
     """Not only when the collector finds that what was raised refers to itself."""
-    bodies = Bodies(ServerSettings(served_model_names=("m",), max_body_bytes=5_000_000))
+    bodies = Bodies(ServerSettings(served_model_names=("m",), max_body_size=5_000_000))
 
     async def main() -> None:
         found = 0

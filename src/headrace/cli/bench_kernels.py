@@ -7,6 +7,7 @@ import typer
 
 from headrace.checks import check_type
 from headrace.cli import options
+from headrace.cli.flags import engine_flags, with_flags
 from headrace.cli.printing import print_rows, print_where, progress, rounded
 from headrace.errors import UsageError
 
@@ -17,12 +18,13 @@ _COLUMNS = (
 )  # fmt: skip
 
 
+@with_flags
 def kernels(
-    model: options.Model = "smollm2",
     rows: Annotated[str, typer.Option(help="Numbers of rows (tokens of a step).")] = "1,8,32,256",
     rounds: Annotated[int, typer.Option(help="How often each kernel is measured.")] = 5,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
-    cpu_threads: options.CpuThreads = None,
+    dtype: options.KernelDtype = options.MEASURED["dtype"],
+    *,
+    engine: Annotated[dict[str, Any], engine_flags("cpu_threads", model=options.MEASURED["model"])],
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> int:
@@ -34,10 +36,9 @@ def kernels(
     counts = _parse_rows(rows)
     options.check_range("--rounds", rounds, 1, 1000)
     check_type("--dtype", dtype, Dtype)
-    if cpu_threads is not None:
-        options.check_range("--cpu-threads", cpu_threads, 1, 4096)
+    threads = engine["cpu_threads"]
     with progress() as say:
-        measured = measure_kernels(model, cast(Any, dtype), counts, cpu_threads, rounds, say)
+        measured = measure_kernels(engine["model"], cast(Any, dtype), counts, threads, rounds, say)
     answer = rounded(measured)
     print(json.dumps(answer)) if as_json else _print_answer(answer)
     return 0

@@ -1,28 +1,36 @@
 """`headrace bench latency`: one request at a time."""
 
 import json
-from typing import Annotated, Any, cast
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
 
 from headrace.bench.batch_run import Batch
 from headrace.bench.latency import measure_latency
 from headrace.cli import options
+from headrace.cli.flags import engine_flags, with_flags
 from headrace.cli.printing import print_rows, print_where, progress, rounded
 from headrace.config import EngineConfig
 
 
+@with_flags
 def latency(
-    model: options.Model = "smollm2",
-    input_len: Annotated[int, typer.Option(help="Tokens of each prompt, at random.")] = 32,
-    output_len: Annotated[int, typer.Option(help="Tokens that each answer has.")] = 128,
+    input_len: options.InputLen = 32,
+    output_len: options.OutputLen = 128,
     rounds: Annotated[int, typer.Option(help="Requests, one after the other.")] = 5,
-    pipeline_parallel_size: options.PipelineParallelSize = 1,
-    layer_partition: options.LayerPartition = None,
-    dtype: options.Dtype = "bfloat16",
-    cpu_threads: options.CpuThreads = None,
-    cpu_bind: options.CpuBind = "auto",
-    seed: options.Seed = 0,
+    *,
+    engine: Annotated[
+        dict[str, Any],
+        engine_flags(
+            "pipeline_parallel_size",
+            "layer_partition",
+            "cpu_threads",
+            "cpu_bind",
+            "seed",
+            **options.MEASURED,
+        ),
+    ],
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> int:
@@ -30,19 +38,9 @@ def latency(
     options.check_range("--input-len", input_len, 1, 1_000_000)
     options.check_range("--output-len", output_len, 2, 1_000_000)
     options.check_range("--rounds", rounds, 1, 1000)
-    batch = Batch(rounds, input_len, output_len, seed)
-    config = EngineConfig(
-        model=model,
-        pipeline_parallel_size=pipeline_parallel_size,
-        layer_partition=layer_partition,
-        dtype=cast(Any, dtype),
-        max_model_len=batch.max_model_len(EngineConfig.block_size),
-        max_num_seqs=1,
-        enable_prefix_caching=False,
-        cpu_threads=cpu_threads,
-        cpu_bind=cpu_bind,
-        seed=seed,
-    )
+    config = EngineConfig(max_num_seqs=1, enable_prefix_caching=False, **engine)
+    batch = Batch(rounds, input_len, output_len, config.seed)
+    config = replace(config, max_model_len=batch.max_model_len(config.block_size))
     with progress() as say:
         measured = measure_latency(config, batch, say)
     answer = rounded(measured.as_json())

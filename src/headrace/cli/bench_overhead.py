@@ -1,25 +1,25 @@
 """`headrace bench overhead`: what of a decode step is Python, and where the rest of a step goes."""
 
 import json
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
 from headrace.bench.batch_run import Batch
 from headrace.cli import options
+from headrace.cli.flags import engine_flags, with_flags
 from headrace.cli.printing import print_rows, print_where, progress, rounded
 from headrace.config import EngineConfig
 
 
+@with_flags
 def overhead(
-    model: options.Model = "smollm2",
     num_prompts: Annotated[int, typer.Option(help="Rows of a decode step.")] = 32,
-    input_len: Annotated[int, typer.Option(help="Tokens of each prompt, at random.")] = 256,
-    output_len: Annotated[int, typer.Option(help="Tokens that each answer has.")] = 64,
+    input_len: options.InputLen = 256,
+    output_len: options.OutputLen = 64,
     rounds: Annotated[int, typer.Option(help="How often the run is repeated.")] = 3,
-    dtype: options.Dtype = "bfloat16",
-    cpu_threads: options.CpuThreads = None,
-    cpu_bind: options.CpuBind = "auto",
+    *,
+    engine: Annotated[dict[str, Any], engine_flags("cpu_threads", "cpu_bind", **options.MEASURED)],
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> int:
@@ -35,15 +35,12 @@ def overhead(
     options.check_range("--rounds", rounds, 1, 1000)
     batch = Batch(num_prompts, input_len, output_len, seed=0)
     config = EngineConfig(
-        model=model,
-        dtype=cast(Any, dtype),
         max_model_len=batch.max_model_len(EngineConfig.block_size),
         max_num_seqs=num_prompts,
         # The prompts first, and then nothing but decode rows.
         prefill_policy="budget",
         enable_prefix_caching=False,
-        cpu_threads=cpu_threads,
-        cpu_bind=cpu_bind,
+        **engine,
     )
     with progress() as say:
         answer = rounded(measure_overhead(config, batch, rounds, say).as_json())

@@ -1,8 +1,9 @@
 """`headrace bench overlap`: what deferred token feedback gains over blocking."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -11,12 +12,14 @@ from headrace.bench.plot import check_matplotlib, draw
 from headrace.checkpoint.locate import SYNTHETIC
 from headrace.checkpoint.synthetic import parse_stage_time
 from headrace.cli import options
+from headrace.cli.flags import engine_flags, with_flags
 from headrace.cli.printing import print_rows, progress, rounded
 from headrace.config import EngineConfig
 from headrace.errors import UsageError
 from headrace.trace import write_trace
 
 
+@with_flags
 def overlap(
     model: Annotated[str | None, typer.Option(help=options.MODEL_HELP)] = None,
     synthetic_stage_ms: Annotated[
@@ -26,8 +29,8 @@ def overlap(
         ),
     ] = None,
     num_prompts: Annotated[int, typer.Option(help="Requests, all at once.")] = 64,
-    input_len: Annotated[int, typer.Option(help="Tokens of each prompt, at random.")] = 32,
-    output_len: Annotated[int, typer.Option(help="Tokens that each answer has.")] = 128,
+    input_len: options.InputLen = 32,
+    output_len: options.OutputLen = 128,
     rounds: Annotated[int, typer.Option(help="How often each setting runs.")] = 3,
     plot: Annotated[
         Path | None, typer.Option(help="Draw blocking above deferred feedback into a PNG file.")
@@ -36,17 +39,23 @@ def overlap(
         Path | None,
         typer.Option(help="Write the last deferred run's time line, for Perfetto to open."),
     ] = None,
-    pipeline_parallel_size: options.PipelineParallelSize = 2,
-    layer_partition: options.LayerPartition = None,
-    dtype: options.Dtype = "auto",
-    max_num_seqs: options.MaxNumSeqs = None,
-    max_num_batched_tokens: options.MaxNumBatchedTokens = 512,
-    kv_cache_memory: options.KvCacheMemory = None,
-    num_microbatches: options.NumMicrobatches = "auto",
-    link_latency_ms: options.LinkLatencyMs = 0.0,
-    link_bandwidth_mbps: options.LinkBandwidthMbps = None,
-    seed: options.Seed = 0,
-    master_addr: options.MasterAddr = "127.0.0.1",
+    *,
+    engine: Annotated[
+        dict[str, Any],
+        engine_flags(
+            "layer_partition",
+            "dtype",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "kv_cache_memory",
+            "num_microbatches",
+            "link_latency_ms",
+            "link_bandwidth_mbps",
+            "seed",
+            "master_addr",
+            pipeline_parallel_size=2,
+        ),
+    ],
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> int:
@@ -58,29 +67,21 @@ def overlap(
     options.check_range("--input-len", input_len, 1, 1_000_000)
     options.check_range("--output-len", output_len, 2, 1_000_000)
     options.check_range("--rounds", rounds, 1, 1000)
-    if pipeline_parallel_size < 2:
-        raise UsageError(
-            f"--pipeline-parallel-size must be at least 2, not {pipeline_parallel_size}: a single "
-            "stage waits for no token"
-        )
-    options.check_range("--pipeline-parallel-size", pipeline_parallel_size, 2, 64)
-    batch = Batch(num_prompts, input_len, output_len, seed)
-    sequences = min(max_num_seqs or min(256, max_num_batched_tokens), num_prompts)
     config = EngineConfig(
-        model=_model(model, synthetic_stage_ms),
-        pipeline_parallel_size=pipeline_parallel_size,
-        layer_partition=layer_partition,
-        dtype=cast(Any, dtype),
-        max_model_len=batch.max_model_len(EngineConfig.block_size),
-        max_num_seqs=sequences,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_cache_memory=kv_cache_memory,
-        enable_prefix_caching=False,
-        num_microbatches=options.parse_num_microbatches(num_microbatches),
-        link_latency_ms=link_latency_ms,
-        link_bandwidth_mbps=link_bandwidth_mbps,
-        seed=seed,
-        master_addr=master_addr,
+        model=_model(model, synthetic_stage_ms), enable_prefix_caching=False, **engine
+    )
+    num_stages = config.pipeline_parallel_size
+    if num_stages < 2:
+        raise UsageError(
+            f"--pipeline-parallel-size must be at least 2, not {num_stages}: a single stage waits "
+            "for no token"
+        )
+    options.check_range("--pipeline-parallel-size", num_stages, 2, 64)
+    batch = Batch(num_prompts, input_len, output_len, config.seed)
+    config = replace(
+        config,
+        max_model_len=batch.max_model_len(config.block_size),
+        max_num_seqs=min(config.sequences, num_prompts),
     )
     if plot is not None:
         check_matplotlib()

@@ -8,16 +8,19 @@ import typer
 from headrace.bench.batch_run import Batch
 from headrace.checks import check_type
 from headrace.cli import options
+from headrace.cli.flags import engine_flags, with_flags
 from headrace.cli.printing import print_rows, print_where, progress, rounded
 
 
+@with_flags
 def roofline(
-    model: options.Model = "smollm2",
     num_prompts: Annotated[int, typer.Option(help="Requests, all at once.")] = 32,
     input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 256,
-    output_len: Annotated[int, typer.Option(help="Tokens that each answer has.")] = 64,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    output_len: options.OutputLen = 64,
+    dtype: options.KernelDtype = options.MEASURED["dtype"],
     rounds: Annotated[int, typer.Option(help="How often each rate is measured.")] = 5,
+    *,
+    engine: Annotated[dict[str, Any], engine_flags(model=options.MEASURED["model"])],
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> int:
@@ -32,7 +35,7 @@ def roofline(
     check_type("--dtype", dtype, Dtype)
     batch = Batch(num_prompts, input_len, output_len, seed=0)
     with progress() as say:
-        answer = rounded(measure_roofline(model, cast(Any, dtype), batch, rounds, say))
+        answer = rounded(measure_roofline(engine["model"], cast(Any, dtype), batch, rounds, say))
     print(json.dumps(answer)) if as_json else _print_answer(answer)
     return 0
 

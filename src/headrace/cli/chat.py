@@ -1,23 +1,23 @@
 """`headrace chat`: talk to a model in this process, or to one on a server."""
 
 import asyncio
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
 
 from headrace.cli import options
+from headrace.cli.flags import engine_flags, with_flags
+from headrace.config import EngineConfig
 from headrace.errors import UsageError
 from headrace.progress import loading_display
 from headrace.sampling_params import SamplingParams
 
-# What makes sense only for a model in this process, and only for one on a server.
-_ENGINE_FLAGS = {
-    "pipeline_parallel_size", "layer_partition", "dtype", "max_model_len", "kv_cache_memory",
-    "cpu_threads", "cpu_bind",
-}  # fmt: skip
+# What makes sense only for a model on a server.
 _SERVER_FLAGS = {"model_name", "api_key"}
 
 
+@with_flags
 def chat(
     context: typer.Context,
     model_tag: options.ModelArgument = None,
@@ -38,21 +38,22 @@ def chat(
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens of an answer; default: what the context has left.")
     ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 takes the likeliest token; default: the model's, or 1.")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Likeliest tokens up to this probability; default: the model's, or 1."),
-    ] = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
     seed: Annotated[int | None, typer.Option(help="Fixes each answer's random numbers.")] = None,
-    pipeline_parallel_size: options.PipelineParallelSize = 1,
-    layer_partition: options.LayerPartition = None,
-    dtype: options.Dtype = "auto",
-    max_model_len: options.MaxModelLen = None,
-    kv_cache_memory: options.KvCacheMemory = None,
-    cpu_threads: options.CpuThreads = None,
-    cpu_bind: options.CpuBind = "auto",
+    *,
+    engine: Annotated[
+        dict[str, Any],
+        engine_flags(
+            "pipeline_parallel_size",
+            "layer_partition",
+            "dtype",
+            "max_model_len",
+            "kv_cache_memory",
+            "cpu_threads",
+            "cpu_bind",
+        ),
+    ],
     debug: options.Debug = False,
 ) -> int:
     """Talk to a model in the terminal; /help there shows what else it understands."""
@@ -70,35 +71,24 @@ def chat(
     # Also for a server: a wrong value is found before anything is said.
     SamplingParams(**{"max_tokens": None, **sampling})
     if url is not None and model is None:
-        _refuse(context, _ENGINE_FLAGS, "--url: the server has its own")
+        _refuse(context, engine, "--url: the server has its own")
         key = api_key or environment_api_key()
         name = model_name or asyncio.run(served_model(url, key))
         return Session(server_answers(url, key, name, sampling), system_prompt).run()
     if model is None or url is not None:
         raise UsageError("chat needs a model (runs it here) or --url (of a server)")
     _refuse(context, _SERVER_FLAGS, "--model: they are for --url")
-    with loading_display(pipeline_parallel_size) as on_progress:
-        engine = AsyncLLM(
-            model,
-            on_progress=on_progress,
-            pipeline_parallel_size=pipeline_parallel_size,
-            layer_partition=layer_partition,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            # One conversation: its earlier turns are found in the prefix cache.
-            max_num_seqs=1,
-            kv_cache_memory=kv_cache_memory,
-            cpu_threads=cpu_threads,
-            cpu_bind=cpu_bind,
-            on_tokenizer=check_chats,
-        )
-    defaults: dict[str, Any] = {"max_tokens": None, **engine.running.sampling_defaults}
+    # One conversation: its earlier turns are found in the prefix cache.
+    config = EngineConfig(model=model, max_num_seqs=1, **engine)
+    with loading_display(config.pipeline_parallel_size) as on_progress:
+        llm = AsyncLLM(config, on_progress=on_progress, on_tokenizer=check_chats)
+    defaults: dict[str, Any] = {"max_tokens": None, **llm.running.sampling_defaults}
     params = SamplingParams(**defaults | sampling)
-    with engine:
-        return Session(engine_answers(engine, params), system_prompt).run()
+    with llm:
+        return Session(engine_answers(llm, params), system_prompt).run()
 
 
-def _refuse(context: typer.Context, flags: set[str], reason: str) -> None:
+def _refuse(context: typer.Context, flags: Iterable[str], reason: str) -> None:
     """Raises UsageError for the first of the flags that was given."""
     for flag in sorted(flags):
         source = context.get_parameter_source(flag)

@@ -15,6 +15,8 @@ from rich.table import Table
 from headrace.checkpoint.generation_config import in_words
 from headrace.checkpoint.locate import SYNTHETIC
 from headrace.cli import options
+from headrace.cli.flags import all_flags, with_flags
+from headrace.config import EngineConfig
 from headrace.engine.request import FinishReason
 from headrace.errors import UsageError
 from headrace.llm import LLM
@@ -24,8 +26,8 @@ from headrace.sampling_params import SamplingParams
 from headrace.trace import write_trace
 
 
+@with_flags
 def generate(
-    context: typer.Context,
     model_tag: options.ModelArgument = None,
     model: options.ModelOption = None,
     prompt: Annotated[str | None, typer.Option(help="The text to complete.")] = None,
@@ -39,13 +41,8 @@ def generate(
         int | None,
         typer.Option(help="Output tokens at most; default: the model's, or 128."),
     ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 takes the likeliest token; default: the model's, or 1.")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Likeliest tokens up to this probability; default: the model's, or 1."),
-    ] = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
     top_k: Annotated[
         int | None,
         typer.Option(help="So many likeliest tokens, 0: all; default: the model's."),
@@ -65,29 +62,11 @@ def generate(
         bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")
     ] = False,
     as_json: options.AsJson = False,
-    pipeline_parallel_size: options.PipelineParallelSize = 1,
-    layer_partition: options.LayerPartition = None,
-    dtype: options.Dtype = "auto",
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = None,
-    max_num_batched_tokens: options.MaxNumBatchedTokens = 512,
-    prefill_policy: options.PrefillPolicy = "even",
-    max_itl_ms: options.MaxItlMs = None,
-    block_size: options.BlockSize = 16,
-    kv_cache_memory: options.KvCacheMemory = None,
-    gpu_memory_utilization: options.GpuMemoryUtilization = 0.5,
-    enable_prefix_caching: options.EnablePrefixCaching = True,
-    token_feedback: options.TokenFeedback = "deferred",
-    num_microbatches: options.NumMicrobatches = "auto",
-    link_latency_ms: options.LinkLatencyMs = 0.0,
-    link_bandwidth_mbps: options.LinkBandwidthMbps = None,
-    cpu_threads: options.CpuThreads = None,
-    cpu_bind: options.CpuBind = "auto",
-    generation_config: options.GenerationConfig = "auto",
-    seed: options.Seed = 0,
-    master_addr: options.MasterAddr = "127.0.0.1",
-    master_port: options.MasterPort = 0,
-    stall_timeout: options.StallTimeout = 60.0,
+    *,
+    engine: Annotated[
+        dict[str, Any],
+        all_flags(EngineConfig, without=("model", "scheduling_policy", "max_logprobs")),
+    ],
     trace: Annotated[
         Path | None,
         typer.Option(help="Write what each stage did, and when, as a trace that Perfetto opens."),
@@ -108,15 +87,16 @@ def generate(
     given |= {"stop": stop or [], "ignore_eos": ignore_eos}
     # A wrong value is told before anything is loaded.
     SamplingParams(**given)
-    settings = options.engine_settings(context)
+    config = EngineConfig(model=model, **engine)
     text = _read_prompt(prompt, prompt_file)
     if not text:
         raise UsageError("the prompt is empty")
     if trace is not None:
         options.check_writable("--trace", trace)
-    display = nullcontext(lambda _: None) if as_json else loading_display(pipeline_parallel_size)
+    num_stages = config.pipeline_parallel_size
+    display = nullcontext(lambda _: None) if as_json else loading_display(num_stages)
     with display as on_progress:
-        llm = LLM(model, on_progress=on_progress, **settings)
+        llm = LLM(config, on_progress=on_progress)
     with llm:
         tokenizer = llm.running.tokenizer
         ids = (

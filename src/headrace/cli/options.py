@@ -1,102 +1,35 @@
-"""The engine's options as commands share them, and checks of options that the engine lacks."""
+"""Options that several commands have and no settings declare, and checks of such options."""
 
-from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from headrace.config import EngineConfig
 from headrace.errors import UsageError
+from headrace.setting import declared_settings
 
-MODEL_HELP = "GGUF file, Hugging Face directory, or smollm2."
-Model = Annotated[str, typer.Option(help=MODEL_HELP)]
+MODEL_HELP = declared_settings(EngineConfig)["model"].setting.help
 # As vLLM's users name it, and the other way.
 ModelArgument = Annotated[
     str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)
 ]
 ModelOption = Annotated[str | None, typer.Option("--model", help="Another way to name the model.")]
-PipelineParallelSize = Annotated[
-    int, typer.Option("--pipeline-parallel-size", "-pp", help="Number of stages.")
+Temperature = Annotated[
+    float | None, typer.Option(help="0 takes the likeliest token; default: the model's, or 1.")
 ]
-LayerPartition = Annotated[
-    str | None, typer.Option(help="Layers per stage, such as 19,11; default: by cost.")
-]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-MaxModelLen = Annotated[
-    int | None, typer.Option(help="Positions a sequence may have; default: the model's.")
-]
-MaxNumSeqs = Annotated[
-    int | None, typer.Option(help="Sequences that run at the same time; default: 256.")
-]
-MaxNumBatchedTokens = Annotated[int, typer.Option(help="Tokens in one step.")]
-KvCacheMemory = Annotated[
-    str | None,
-    typer.Option(help="KV cache a stage, such as 2GiB; default: a part of the free memory."),
-]
-SchedulingPolicy = Annotated[
-    str, typer.Option(help="fcfs: first come, first served; priority: requests may have one.")
-]
-PrefillPolicy = Annotated[
-    str, typer.Option(help="even: steps of the same cost; budget: always as many tokens.")
-]
-MaxItlMs = Annotated[
+TopP = Annotated[
     float | None,
-    typer.Option(
-        help="The most between two tokens while prompts are read; default: 9 times what it is "
-        "while none are."
-    ),
+    typer.Option(help="Likeliest tokens up to this probability; default: the model's, or 1."),
 ]
-BlockSize = Annotated[int, typer.Option(help="Positions in a KV-cache block.")]
-GpuMemoryUtilization = Annotated[
-    float,
-    typer.Option(help="KV cache of all stages, as a part of the memory free after loading."),
-]
-EnablePrefixCaching = Annotated[
-    bool, typer.Option(help="Keep blocks of ended requests for others that begin the same.")
-]
-TokenFeedback = Annotated[
-    str, typer.Option(help="deferred, or blocking to measure what engines used to do.")
-]
-NumMicrobatches = Annotated[
-    str, typer.Option(help="Groups of sequences that take turns; auto: as many as pay.")
-]
-LinkLatencyMs = Annotated[
-    float, typer.Option(help="Emulate links that take so long for a message, one way.")
-]
-LinkBandwidthMbps = Annotated[
-    float | None, typer.Option(help="Emulate links of so many megabits a second.")
-]
-CpuThreads = Annotated[
-    int | None,
-    typer.Option(help="OpenMP threads of each stage; default: one on each of its cores."),
-]
-CpuBind = Annotated[
-    str,
-    typer.Option(help="auto: disjoint cores, a thread each; none; or each stage's, as 0-3|4-7."),
-]
-GenerationConfig = Annotated[
-    str,
-    typer.Option(help="auto: the model's sampling defaults for what is left out; none: not."),
-]
-Seed = Annotated[int, typer.Option(help="Base of the random numbers.")]
-MasterAddr = Annotated[str, typer.Option(help="Address where stages meet.")]
-MasterPort = Annotated[int, typer.Option(help="Its port; 0 picks a free one.")]
-StallTimeout = Annotated[
-    float, typer.Option(help="Seconds in which no stage gets on, nor computes, that are an error.")
-]
+InputLen = Annotated[int, typer.Option(help="Tokens of each prompt, at random.")]
+OutputLen = Annotated[int, typer.Option(help="Tokens that each answer has.")]
+KernelDtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
 
-
-def engine_settings(context: typer.Context) -> dict[str, Any]:
-    """Those of the command's flags that are settings of the engine, but for the model.
-
-    Raises UsageError for a --num-microbatches that is none.
-    """
-    names = {field.name for field in fields(EngineConfig)} - {"model"}
-    settings = {name: value for name, value in context.params.items() if name in names}
-    return settings | {"num_microbatches": parse_num_microbatches(settings["num_microbatches"])}
+# What benches run unless they are told.
+MEASURED = {"model": "smollm2", "dtype": "bfloat16"}
 
 
 def one_model(command: str, argument: str | None, option: str | None) -> str:
@@ -109,16 +42,6 @@ def one_model(command: str, argument: str | None, option: str | None) -> str:
     if not model:
         raise UsageError(f"{command} needs the model, as in: headrace {command} smollm2")
     return model
-
-
-def parse_num_microbatches(text: str) -> int | None:
-    """The number, or None for auto. Raises UsageError for anything else."""
-    if text == "auto":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"--num-microbatches must be auto or a number, not {text!r}") from None
 
 
 def check_range(flag: str, value: int, low: int, high: int) -> None:

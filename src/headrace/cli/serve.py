@@ -4,137 +4,48 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Annotated
-
-import typer
+from typing import Annotated, Any
 
 import headrace
 from headrace.async_llm import AsyncLLM
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.cli import options
-from headrace.config import EngineConfig, parse_size
+from headrace.cli.flags import all_flags, with_flags
+from headrace.config import EngineConfig
 from headrace.conversation import check_chats
 from headrace.errors import UsageError
 from headrace.progress import loading_display
 from headrace.serving.listener import listen, url_of
 from headrace.serving.loading import EngineLoader
 from headrace.serving.open_files import raise_open_files
-from headrace.serving.settings import ServerSettings, parse_list
+from headrace.serving.settings import KEY_VARIABLE, ServerSettings
 from headrace.signals import EndingSignals, exit_code
 
 _log = logging.getLogger(__name__)
 
-_KEY_VARIABLE = "HEADRACE_API_KEY"
 _WATCH_VARIABLE = "HEADRACE_WATCH_LOOP"
 
 
+@with_flags
 def serve(
-    context: typer.Context,
     model_tag: options.ModelArgument = None,
     model: options.ModelOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 8000,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Key that requests must have; may be repeated. Better: {_KEY_VARIABLE}."
-        ),
-    ] = None,
-    shared_prefix_cache: Annotated[
-        bool,
-        typer.Option(
-            "--shared-prefix-cache",
-            help="Requests of different keys share the prefix cache: each can tell by timing what "
-            "others sent.",
-        ),
-    ] = False,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(help="What requests call the model; may be repeated. Default: --model."),
-    ] = None,
-    max_queued_requests: Annotated[
-        int, typer.Option(help="Completions that may wait for a slot; more are refused with 429.")
-    ] = 4096,
-    max_body_size: Annotated[str, typer.Option(help="Of a request, such as 16MiB.")] = "16MiB",
-    read_timeout: Annotated[
-        float, typer.Option(help="Seconds for a request's header, and its body, to arrive.")
-    ] = 30.0,
-    request_timeout: Annotated[
-        float | None, typer.Option(help="Seconds for a whole answer; default: no limit.")
-    ] = None,
-    drain_timeout: Annotated[
-        float, typer.Option(help="Seconds that running requests have after SIGTERM.")
-    ] = 30.0,
-    sse_keep_alive_interval: Annotated[
-        float,
-        typer.Option(help="Seconds of silence in a stream before a comment line; 0: none."),
-    ] = 15.0,
-    allowed_origins: Annotated[str, typer.Option(help="CORS, a JSON list.")] = '["*"]',
-    allowed_methods: Annotated[str, typer.Option(help="CORS, a JSON list.")] = '["*"]',
-    allowed_headers: Annotated[str, typer.Option(help="CORS, a JSON list.")] = '["*"]',
-    allow_credentials: Annotated[
-        bool, typer.Option("--allow-credentials", help="CORS: let browsers send cookies.")
-    ] = False,
-    ssl_certfile: Annotated[str | None, typer.Option(help="Certificate: serve HTTPS.")] = None,
-    ssl_keyfile: Annotated[str | None, typer.Option(help="Its key, if it is not inside.")] = None,
-    pipeline_parallel_size: options.PipelineParallelSize = 1,
-    layer_partition: options.LayerPartition = None,
-    dtype: options.Dtype = "auto",
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = None,
-    max_num_batched_tokens: options.MaxNumBatchedTokens = 512,
-    scheduling_policy: options.SchedulingPolicy = "fcfs",
-    prefill_policy: options.PrefillPolicy = "even",
-    max_itl_ms: options.MaxItlMs = None,
-    block_size: options.BlockSize = 16,
-    kv_cache_memory: options.KvCacheMemory = None,
-    gpu_memory_utilization: options.GpuMemoryUtilization = 0.5,
-    enable_prefix_caching: options.EnablePrefixCaching = True,
-    max_logprobs: Annotated[
-        int, typer.Option(help="The most that a request may ask for; -1: no limit.")
-    ] = 20,
-    token_feedback: options.TokenFeedback = "deferred",
-    num_microbatches: options.NumMicrobatches = "auto",
-    link_latency_ms: options.LinkLatencyMs = 0.0,
-    link_bandwidth_mbps: options.LinkBandwidthMbps = None,
-    cpu_threads: options.CpuThreads = None,
-    cpu_bind: options.CpuBind = "auto",
-    generation_config: options.GenerationConfig = "auto",
-    seed: options.Seed = 0,
-    master_addr: options.MasterAddr = "127.0.0.1",
-    master_port: options.MasterPort = 0,
-    stall_timeout: options.StallTimeout = 60.0,
+    *,
+    server: Annotated[dict[str, Any], all_flags(ServerSettings)],
+    engine: Annotated[dict[str, Any], all_flags(EngineConfig, without=("model",))],
     debug: options.Debug = False,
 ) -> int:
     """Serve a model by OpenAI's API until SIGTERM, which lets running requests end."""
     started = time.monotonic()
     model = options.one_model("serve", model_tag, model)
-    engine_settings = options.engine_settings(context)
     # A wrong value is told before anything else happens.
-    EngineConfig.of("serve", model, engine_settings)
-    body_bytes = parse_size(max_body_size)
-    if body_bytes is None:
-        raise UsageError(f"--max-body-size {max_body_size!r} is not a size such as 16MiB")
+    config = EngineConfig(model=model, **engine)
+    server["api_keys"] = _api_keys(server["api_keys"])
+    server["served_model_names"] = server["served_model_names"] or (model,)
     settings = ServerSettings(
-        served_model_names=tuple(served_model_name or [model]),
-        host=host,
-        port=port,
-        api_keys=_api_keys(api_key),
-        shared_prefix_cache=shared_prefix_cache,
-        max_queued_requests=max_queued_requests,
-        max_body_bytes=body_bytes,
-        read_timeout=read_timeout,
-        request_timeout=request_timeout,
-        drain_timeout=drain_timeout,
-        sse_keep_alive_interval=sse_keep_alive_interval,
-        allowed_origins=parse_list("--allowed-origins", allowed_origins),
-        allowed_methods=parse_list("--allowed-methods", allowed_methods),
-        allowed_headers=parse_list("--allowed-headers", allowed_headers),
-        allow_credentials=allow_credentials,
-        ssl_certfile=ssl_certfile,
-        ssl_keyfile=ssl_keyfile,
         watch_loop=_WATCH_VARIABLE in os.environ,
-        max_connections=raise_open_files(pipeline_parallel_size),
+        max_connections=raise_open_files(config.pipeline_parallel_size),
+        **server,
     )
     _log_to_standard_error()
     listener = listen(settings)
@@ -153,10 +64,8 @@ def serve(
         print(f"ready after {seconds:.1f} s: {url}/v1 (SIGTERM or Ctrl-C: drain)", flush=True)
 
     def load(check: Callable[[], None]) -> AsyncLLM:
-        with loading_display(pipeline_parallel_size, lines=True) as show:
-            return AsyncLLM(
-                model, on_progress=show, check=check, on_tokenizer=_on_tokenizer, **engine_settings
-            )
+        with loading_display(config.pipeline_parallel_size, lines=True) as show:
+            return AsyncLLM(config, on_progress=show, check=check, on_tokenizer=_on_tokenizer)
 
     # Before the loader, whose thread nothing must leave alone.
     signals = EndingSignals()
@@ -180,11 +89,11 @@ def _on_tokenizer(tokenizer: Tokenizer) -> None:
         _log.warning("chats will be refused: %s", error)
 
 
-def _api_keys(given: list[str] | None) -> tuple[str, ...]:
+def _api_keys(given: tuple[str, ...]) -> tuple[str, ...]:
     """The keys of the flags, or else that of the environment, which the stages then do not see."""
-    from_environment = os.environ.pop(_KEY_VARIABLE, None)
+    from_environment = os.environ.pop(KEY_VARIABLE, None)
     # One that is empty is refused later: it was meant to be a key.
-    return tuple(given or ([] if from_environment is None else [from_environment]))
+    return given or (() if from_environment is None else (from_environment,))
 
 
 def _log_to_standard_error() -> None:

@@ -1,51 +1,84 @@
 """What the server can be told, with vLLM's names where vLLM has them."""
 
-import json
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from headrace.errors import UsageError
+from headrace.setting import Setting, check_settings, size_in_bytes
+
+KEY_VARIABLE = "HEADRACE_API_KEY"
+_DAY = 86_400
+_CorsList = Annotated[tuple[str, ...], Setting("CORS, a JSON list.", json_list=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Settings of the server, apart from its engine's. Raises UsageError naming the flag.
+    """Settings of the server, apart from its engine's; its flags are made of it.
 
-    port: 0 picks a free one. api_keys: any of them opens the API; none: it is open.
-    served_model_names: what requests may call the model; answers have the one asked for, or the
-    first.
-    shared_prefix_cache: whether requests find in the prefix cache what requests with other keys
-    sent.
-    max_queued_requests: completions that may wait for a slot before more are refused.
-    max_body_bytes: of a request. read_timeout: seconds for a request's header, and for its body,
-    to arrive. request_timeout: seconds for a whole answer, None for any. drain_timeout: seconds
-    for running requests to end once the server is to. sse_keep_alive_interval: seconds of silence
-    in a stream before a comment, 0 for none.
-    allowed_origins, _methods, _headers: what browsers on other sites may do (CORS).
-    max_connections: more than these are refused, as many as open files leave room for.
-    watch_loop: log what keeps the event loop from everybody else (loop_watch.py).
+    Raises UsageError naming the flag. What has no flag: watch_loop: log what keeps the event loop
+    from everybody else (loop_watch.py). max_connections: more than these are refused, as many as
+    open files leave room for.
     """
 
-    served_model_names: tuple[str, ...]
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    shared_prefix_cache: bool = False
-    max_queued_requests: int = 4096
-    max_body_bytes: int = 16 * 2**20
-    read_timeout: float = 30.0
-    request_timeout: float | None = None
-    drain_timeout: float = 30.0
-    sse_keep_alive_interval: float = 15.0
-    allowed_origins: tuple[str, ...] = ("*",)
-    allowed_methods: tuple[str, ...] = ("*",)
-    allowed_headers: tuple[str, ...] = ("*",)
-    allow_credentials: bool = False
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
+    host: Annotated[str, Setting("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Setting("Port to listen on; 0: a free one.", least=0, most=65535)] = 8000
+    api_keys: Annotated[
+        tuple[str, ...],
+        Setting(
+            f"Key that requests must have; may be repeated. Better: {KEY_VARIABLE}.",
+            flag="--api-key",
+        ),
+    ] = field(default=(), repr=False)
+    shared_prefix_cache: Annotated[
+        bool,
+        Setting(
+            "Requests of different keys share the prefix cache: each can tell by timing what "
+            "others sent."
+        ),
+    ] = False
+    served_model_names: Annotated[
+        tuple[str, ...],
+        Setting(
+            "What requests call the model; may be repeated. Default: --model.",
+            flag="--served-model-name",
+        ),
+    ]
+    max_queued_requests: Annotated[
+        int,
+        Setting("Completions that may wait for a slot; more are refused with 429.", least=0),
+    ] = 4096
+    max_body_size: Annotated[int | str, Setting("Of a request, such as 16MiB.", size=True)] = (
+        "16MiB"
+    )
+    read_timeout: Annotated[
+        float,
+        Setting("Seconds for a request's header, and its body, to arrive.", above=0, most=_DAY),
+    ] = 30.0
+    request_timeout: Annotated[
+        float | None,
+        Setting("Seconds for a whole answer; default: no limit.", above=0, most=_DAY),
+    ] = None
+    drain_timeout: Annotated[
+        float,
+        Setting("Seconds that running requests have after SIGTERM.", least=0, most=_DAY),
+    ] = 30.0
+    sse_keep_alive_interval: Annotated[
+        float,
+        Setting(
+            "Seconds of silence in a stream before a comment line; 0: none.", least=0, most=_DAY
+        ),
+    ] = 15.0
+    allowed_origins: _CorsList = ("*",)
+    allowed_methods: _CorsList = ("*",)
+    allowed_headers: _CorsList = ("*",)
+    allow_credentials: Annotated[bool, Setting("CORS: let browsers send cookies.")] = False
+    ssl_certfile: Annotated[str | None, Setting("Certificate: serve HTTPS.")] = None
+    ssl_keyfile: Annotated[str | None, Setting("Its key, if it is not inside.")] = None
     watch_loop: bool = False
     max_connections: int = 1000
 
     def __post_init__(self) -> None:
+        check_settings(self)
         if not self.host:
             raise UsageError("--host must not be empty: 127.0.0.1, or 0.0.0.0 for all interfaces")
         if self.allow_credentials and "*" in self.allowed_origins:
@@ -53,30 +86,10 @@ class ServerSettings:
                 "--allow-credentials needs --allowed-origins: with * every site in a browser could "
                 "use the API in its user's name"
             )
-        if not 0 <= self.port <= 65535:
-            raise UsageError(f"--port must be from 0 to 65535, not {self.port}")
-        if self.max_queued_requests < 0:
-            raise UsageError(
-                f"--max-queued-requests must be at least 0, not {self.max_queued_requests}"
-            )
-        if self.max_body_bytes < 1:
-            raise UsageError("--max-body-size must be at least 1 byte")
-        for flag, value in (
-            ("--read-timeout", self.read_timeout),
-            ("--request-timeout", self.request_timeout),
-        ):
-            if value is not None and not 0 < value <= 86_400:
-                raise UsageError(f"{flag} must be above 0 and at most 86400, not {value}")
-        for flag, value in (
-            ("--drain-timeout", self.drain_timeout),
-            ("--sse-keep-alive-interval", self.sse_keep_alive_interval),
-        ):
-            if not 0 <= value <= 86_400:
-                raise UsageError(f"{flag} must be from 0 to 86400, not {value}")
         # As headers bring it: nothing else could ever be equal to what a client sends.
         if any(not key or key != key.strip() or not key.isprintable() for key in self.api_keys):
             raise UsageError(
-                "an API key (--api-key, HEADRACE_API_KEY) must be printable, must not be empty and "
+                f"an API key (--api-key, {KEY_VARIABLE}) must be printable, must not be empty and "
                 "must not begin or end with a space"
             )
         if any(not name.strip() for name in self.served_model_names):
@@ -84,13 +97,7 @@ class ServerSettings:
         if (self.ssl_keyfile is not None) and self.ssl_certfile is None:
             raise UsageError("--ssl-keyfile needs --ssl-certfile, the certificate of that key")
 
-
-def parse_list(flag: str, text: str) -> tuple[str, ...]:
-    """The texts of a JSON list, as vLLM's CORS flags take them. Raises UsageError naming flag."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise UsageError(f"""{flag} must be a JSON list of texts such as '["*"]', not {text!r}""")
-    return tuple(value)
+    @property
+    def max_body_bytes(self) -> int:
+        """Bytes that a request's body may have."""
+        return size_in_bytes(self.max_body_size)
