@@ -18,9 +18,11 @@ import torch
 
 from headrace.checkpoint.config import config_from_gguf
 from headrace.checkpoint.gguf_file import read_gguf
+from headrace.checkpoint.llama_tensors import gguf_name
 from headrace.checkpoint.locate import locate_model
 from headrace.checkpoint.tokenizer import tokenizer_of_gguf
 from headrace.model.weights import open_tensors
+from headrace.protocol.program import StoredTensor
 
 # Commands that tests start inherit what nohup, if it started the tests, ignores.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -73,9 +75,12 @@ def hugging_face_smollm2() -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": ours.rope.theta},
     )
     model = LlamaForCausalLM(config).float().eval()
-    source = open_tensors(files, ours)
+    source = open_tensors(files)
+    paired = {"q_proj": ours.num_heads, "k_proj": ours.num_kv_heads}
     state = {
-        name: source.load(name, tuple(tensor.shape))
+        name: source.load(
+            StoredTensor(gguf_name(name), tuple(tensor.shape), paired.get(name.split(".")[-2], 0))
+        )
         for name, tensor in model.state_dict().items()
         if name != "lm_head.weight"
     }

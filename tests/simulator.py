@@ -25,7 +25,7 @@ from headrace.protocol.plan import Plan
 from headrace.sampling_params import SamplingParams
 from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork
 from headrace.simulation.virtual_stages import VirtualStages
-from toy_model import VOCAB, ToyModel, expected_answer, toy_config, toy_tokenizer
+from toy_model import VOCAB, ToyModel, expected_answer, toy_tokenizer
 from watched_pipeline import SimulationError, Watched, in_one_line
 
 MAX_MODEL_LEN = 36
@@ -69,7 +69,7 @@ class _Executor(ModelExecutor):
 
     def begin(self, plan: Plan) -> None:
         told = plan.rules or plan.dropped or any(a.sampling or a.rules for a in plan.admitted)
-        if told and not self.model.samples:
+        if told and not self.model.program.head:
             raise SimulationError(f"step {plan.step} tells a stage before the last how to choose")
         super().begin(plan)
 
@@ -211,7 +211,7 @@ class Simulation:
         )
         self._executors = [
             executor(
-                model=ToyModel(toy_config(self._shares[-1].end_layer), share),
+                model=ToyModel(share),
                 max_num_seqs=config.max_num_seqs,
                 num_blocks=config.num_blocks,
                 block_size=config.block_size,

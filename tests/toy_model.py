@@ -5,7 +5,7 @@ One wrong, late or swapped token, block or slot changes everything after it.
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from headrace.engine.request import FinishReason
 from headrace.kernels.batch import AttentionBatch
-from headrace.kernels.kv_cache import KvCache
-from headrace.protocol.model_config import ModelConfig, RopeConfig, StageShare
+from headrace.kernels.kv_cache import KvCache, new_cache
+from headrace.protocol.model_config import StageShare
+from headrace.protocol.program import CacheShape, Program, SoftCap
 from headrace.sampling.sampler import waiting_times
 from headrace.sampling_params import SamplingParams
 
@@ -24,28 +25,6 @@ PRIME = 1_000_003
 PEAK = math.log(VOCAB)
 
 
-def toy_config(num_layers: int) -> ModelConfig:
-    return ModelConfig(
-        architecture="Toy",
-        vocab_size=VOCAB,
-        hidden_size=1,
-        intermediate_size=1,
-        num_layers=num_layers,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=1,
-        rms_norm_epsilon=1e-5,
-        max_positions=256,
-        tied_head=False,
-        attention_bias=False,
-        mlp_bias=False,
-        sliding_window=None,
-        rope=RopeConfig(theta=1.0),
-        dtype="int64",
-        eos_token_ids=(),
-    )
-
-
 def toy_tokenizer() -> Tokenizer:
     """Token n is the word t<n>; words are joined by spaces."""
     made = Tokenizer(models.WordLevel({_word(n): n for n in range(VOCAB)}, unk_token=_word(0)))
@@ -53,29 +32,29 @@ def toy_tokenizer() -> Tokenizer:
     return made
 
 
-@dataclass(frozen=True)
+@dataclass
 class ToyModel:
     """Layer l turns the newest value of a sequence into a hash of all its values so far."""
 
-    config: ModelConfig
     share: StageShare
     dtype: torch.dtype = torch.int64
+    caches: list[KvCache] = field(default_factory=list, init=False)
 
     @property
-    def num_layers(self) -> int:
-        return self.share.num_layers
+    def program(self) -> Program:
+        head = (SoftCap("logits", 1.0),) if self.share.samples else ()
+        return Program(1, VOCAB, (), head, (CacheShape(1, 1),) * self.share.num_layers, {})
 
-    @property
-    def samples(self) -> bool:
-        return self.share.samples
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        sizes = num_blocks, block_size, 1, 1
+        cpu = torch.device("cpu")
+        self.caches = [new_cache(*sizes, self.dtype, cpu) for _ in self.program.caches]
 
-    def forward(
-        self, inputs: torch.Tensor, batch: AttentionBatch, caches: list[KvCache]
-    ) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         # Small arrays: numpy is several times faster than torch.
         values = inputs.flatten().numpy()
         index, tables = batch.cache_index.numpy(), batch.block_tables.numpy()
-        for layer, cache in enumerate(caches, start=self.share.first_layer):
+        for layer, cache in enumerate(self.caches, start=self.share.first_layer):
             size = cache.block_size
             held = cache.keys.numpy()[:, 0, 0, :size, 0]
             held[index // size, index % size] = values

@@ -16,6 +16,7 @@ from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Scheduler
 from headrace.errors import PipelineError
 from headrace.host.cpus import StageCpus
+from headrace.model.architectures.llama import llama_program
 from headrace.protocol.messages import Result, StageConfig
 from headrace.protocol.plan import Plan, Sampling, Yield, token_count
 from headrace.sampling_params import SamplingParams
@@ -60,14 +61,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stage_config(checkpoint: Path, stage: int) -> StageConfig:
+    share = stage_shares([2, 2])[stage]
     return StageConfig(
         epoch=0,
         stage=stage,
         num_stages=2,
-        share=stage_shares([2, 2])[stage],
+        share=share,
         model_path=str(checkpoint),
         model_kind="gguf",
-        model_config=config_from_gguf(read_gguf(checkpoint)),
+        program=llama_program(config_from_gguf(read_gguf(checkpoint)), share, gguf=True),
         synthetic=None,
         dtype="float32",
         max_model_len=POSITIONS,

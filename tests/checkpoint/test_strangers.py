@@ -9,7 +9,6 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,9 +19,7 @@ from headrace.checkpoint.tokenizer import tokenizer_of_gguf
 from headrace.config import EngineConfig
 from headrace.deployment.launcher import launch
 from headrace.errors import ModelError, StartError, UsageError
-from headrace.model.llama import load_llama
-from headrace.model.weights import open_tensors
-from headrace.protocol.model_config import StageShare
+from stage_models import load_stage
 from tiny_checkpoints import write_tiny_gguf, write_tiny_llama
 
 # Beside some 100 KiB of file: what Python and numpy take for headers of that size, many times over.
@@ -38,12 +35,8 @@ def load_here(model: Path) -> None:
         tokenizer_of_gguf(file)
     else:
         config = config_from_huggingface(files.path)
-    share = StageShare(0, config.num_layers, embeds=True, samples=True)
     with np.errstate(all="ignore"):
-        load_llama(
-            config, share, open_tensors(files, config), torch.float32, torch.device("cpu"),
-            min(config.max_positions, 128), lambda _: None,
-        )  # fmt: skip
+        load_stage(files, config, max_model_len=min(config.max_positions, 128))
 
 
 def load(model: Path) -> bool:

@@ -35,7 +35,7 @@ def native_attention(
     cache, batch = filled(rows, parts, qkv.dtype), rows.batch(parts)
     out = room(len(qkv), rows.heads, rows.head_dim, dtype=qkv.dtype)
     scale = rows.head_dim**-0.5
-    attention.paged_attention(guarded(qkv), cache, batch, scale, window, sinks, out)
+    attention.paged_attention(guarded(qkv), cache, batch, scale, window, sinks, None, out)
     assert_guards_untouched(out)
     return out
 
@@ -46,7 +46,7 @@ def wide_reference(
     """In float32, whatever the dtype: its own error is as small as the kernels'."""
     query = rows.tokens(parts)[:, : rows.heads].float()
     cache, batch = filled(rows, parts, torch.float32), rows.batch(parts)
-    return reference.paged_attention(query, cache, batch, rows.head_dim**-0.5, window, sinks)
+    return reference.paged_attention(query, cache, batch, rows.head_dim**-0.5, window, sinks, None)
 
 
 def error_bound(rows: Sequences) -> float:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.kernels.attention import paged_attention, rotate_and_write
-from headrace.kernels.elementwise import rms_norm, silu_and_multiply
+from headrace.kernels.elementwise import activate_and_multiply, rms_norm
 from headrace.kernels.linear import Linear
 from kernels.paged import Part, Sequences, sequences
 
@@ -55,11 +55,13 @@ def test_a_rows_norm_and_activation_do_not_depend_on_the_other_rows(
     # So many that threads share them.
     x, weight = torch.randn(40, 1002).to(dtype), torch.randn(1002).to(dtype)
     normed = rms_norm(x, weight, 1e-5, torch.empty_like(x))
-    multiplied = silu_and_multiply(x, x.new_empty(40, 501))
+    multiplied = activate_and_multiply(x, "silu", x.new_empty(40, 501))
     for row in range(40):
         alone = x[row : row + 1]
         assert torch.equal(rms_norm(alone, weight, 1e-5, torch.empty_like(alone))[0], normed[row])
-        assert torch.equal(silu_and_multiply(alone, x.new_empty(1, 501))[0], multiplied[row])
+        assert torch.equal(
+            activate_and_multiply(alone, "silu", x.new_empty(1, 501))[0], multiplied[row]
+        )
 
 
 def attended(
@@ -74,7 +76,7 @@ def attended(
         batch, qkv = rows.batch(step), rows.tokens(step)
         rotate_and_write(qkv, angles.cos(), angles.sin(), cache, batch)
         out = qkv.new_empty(len(qkv), rows.heads, rows.head_dim)
-        paged_attention(qkv, cache, batch, rows.head_dim**-0.5, window, sinks, out)
+        paged_attention(qkv, cache, batch, rows.head_dim**-0.5, window, sinks, None, out)
         for (row, *_), part in zip(step, out.split(batch.query_lens), strict=True):
             found[row].append(part)
     return [torch.cat(parts) for parts in found]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.kernels import reference
-from headrace.kernels.elementwise import add_rms_norm, embed, rms_norm, silu_and_multiply
+from headrace.kernels.elementwise import activate_and_multiply, add_rms_norm, embed, rms_norm
 from kernels.bounds import assert_guards_untouched, assert_within, guarded, room, roundoff
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -105,8 +105,8 @@ def test_native_silu_equals_the_reference(
 ) -> None:
     x = numbers((rows, 2 * width), seed, dtype)
     out = room(rows, width, dtype=dtype)
-    assert silu_and_multiply(guarded(x), out) is out
-    expected = reference.silu_and_multiply(x.double())
+    assert activate_and_multiply(guarded(x), "silu", out) is out
+    expected = reference.activate_and_multiply(x.double(), "silu")
     assert_within(out, expected, silu_error(expected, dtype))
     assert_guards_untouched(out)
 
@@ -119,8 +119,8 @@ def test_native_silu_equals_the_reference_at_every_magnitude(
     gate = torch.cat((sizes, -sizes))[None]
     x = torch.cat((gate, torch.ones_like(gate)), -1).to(dtype)
     out = room(1, gate.shape[1], dtype=dtype)
-    silu_and_multiply(guarded(x), out)
-    expected = reference.silu_and_multiply(x.double())
+    activate_and_multiply(guarded(x), "silu", out)
+    expected = reference.activate_and_multiply(x.double(), "silu")
     # Where e^x leaves float32's range the result is 0 rather than the last small numbers.
     smallest = 100 * torch.finfo(torch.float32).smallest_normal
     assert_within(out, expected, silu_error(expected, dtype) + smallest)
@@ -135,8 +135,8 @@ def test_native_silu_of_special_numbers_equals_the_reference(
     up = with_specials(numbers((len(SPECIAL), width), 2, dtype))
     for x in (torch.cat((gate, up), -1), torch.cat((gate, up.flip(0)), -1)):
         out = room(len(SPECIAL), width, dtype=dtype)
-        silu_and_multiply(x, out)
-        expected = reference.silu_and_multiply(x)
+        activate_and_multiply(x, "silu", out)
+        expected = reference.activate_and_multiply(x, "silu")
         assert_within(out, expected, silu_error(expected.double(), dtype) + 1e-36)
 
 
@@ -149,7 +149,7 @@ def test_native_embedding_equals_torch(
     table = with_specials(numbers((13, width), 1, dtype))
     tokens = torch.tensor(ids)
     out = room(len(ids), width, dtype=dtype)
-    assert embed(tokens, guarded(table), out) is out
+    assert embed(tokens, guarded(table), 1.0, out) is out
     assert torch.equal(out.view(torch.uint8), F.embedding(tokens, table).view(torch.uint8))
     assert_guards_untouched(out)
 
@@ -171,5 +171,5 @@ def test_rms_norm_equals_transformers(any_path: str, dtype: torch.dtype) -> None
 
 def test_silu_and_multiply_takes_the_gate_from_the_first_half(any_path: str) -> None:
     gate, up = torch.randn(3, 8), torch.randn(3, 8)
-    found = silu_and_multiply(torch.cat((gate, up), -1), torch.empty(3, 8))
+    found = activate_and_multiply(torch.cat((gate, up), -1), "silu", torch.empty(3, 8))
     torch.testing.assert_close(found, F.silu(gate) * up)

@@ -15,11 +15,9 @@ from headrace.checkpoint.gguf_file import read_gguf
 from headrace.checkpoint.locate import ModelFiles, locate_model
 from headrace.errors import ModelError
 from headrace.kernels.batch import AttentionBatch
-from headrace.kernels.kv_cache import new_cache
-from headrace.model.llama import load_llama
 from headrace.model.rope import inverse_frequencies
-from headrace.model.weights import open_tensors
-from headrace.protocol.model_config import ModelConfig, StageShare
+from headrace.protocol.model_config import ModelConfig
+from stage_models import load_stage
 from tiny_checkpoints import write_tiny_llama
 
 TOP = {
@@ -91,19 +89,14 @@ def convert(model: Path, path: Path, kind: gguf.GGMLQuantizationType, **metadata
 
 def logits(files: ModelFiles, config: ModelConfig) -> torch.Tensor:
     """Of ten tokens in one go, [10, vocab]."""
-    share = StageShare(0, config.num_layers, embeds=True, samples=True)
-    model = load_llama(
-        config, share, open_tensors(files, config), torch.float32, torch.device("cpu"), 64,
-        lambda _: None,
-    )  # fmt: skip
+    model = load_stage(files, config)
+    model.allocate(num_blocks=1, block_size=16)
     places = torch.arange(10)
     batch = AttentionBatch(
         places, places, torch.tensor([[0]]), torch.tensor([0, 10]), torch.tensor([10]), [10], [10]
     )
-    sizes = 1, 16, config.num_kv_heads, config.head_dim
-    caches = [new_cache(*sizes, torch.float32, torch.device("cpu")) for _ in model.layers]
     with torch.inference_mode():
-        return model.logits(model.forward(places * 7 + 3, batch, caches))
+        return model.logits(model.forward(places * 7 + 3, batch))
 
 
 @pytest.mark.parametrize(

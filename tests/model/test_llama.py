@@ -18,13 +18,14 @@ from headrace.engine.prepared import stage_sampling
 from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Scheduler
 from headrace.execution.model_executor import ModelExecutor
-from headrace.model.llama import load_llama
 from headrace.model.weights import open_tensors
 from headrace.protocol.messages import Result
 from headrace.protocol.plan import Plan
+from headrace.protocol.program import StoredTensor
 from headrace.sampling_params import SamplingParams
 from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork
 from headrace.simulation.virtual_stages import VirtualStages
+from stage_models import load_stage
 from tiny_checkpoints import write_tiny_llama
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
@@ -84,15 +85,7 @@ def run_stages(
     config = config_from_huggingface(path)
     executors = []
     for share in stage_shares(layers):
-        model = load_llama(
-            config,
-            share,
-            open_tensors(files, config),
-            torch.float32,
-            torch.device("cpu"),
-            config.max_positions,
-            lambda _: None,
-        )
+        model = load_stage(files, config, share)
         executors.append(_Recorder(model, 2, 40, 4, 32, torch.device("cpu")))
     greedy = SamplingParams(temperature=0, max_tokens=outputs)
     sampling = stage_sampling(greedy, seed=0)
@@ -296,21 +289,21 @@ def test_a_stage_loads_only_its_own_tensors(tmp_path: Path) -> None:
 
     @dataclass
     class Spy:
-        inner: Any = field(default_factory=lambda: open_tensors(files, config))
+        inner: Any = field(default_factory=lambda: open_tensors(files))
         names: list[str] = field(default_factory=list)
 
         def has(self, name: str) -> bool:
             return bool(self.inner.has(name))
 
-        def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-            self.names.append(name)
-            tensor: torch.Tensor = self.inner.load(name, shape)
-            return tensor
+        def load(self, tensor: StoredTensor) -> torch.Tensor:
+            self.names.append(tensor.name)
+            loaded: torch.Tensor = self.inner.load(tensor)
+            return loaded
 
     loaded = []
     for share in stage_shares([1, 2, 1]):
         spy = Spy()
-        load_llama(config, share, spy, torch.float32, torch.device("cpu"), 64, lambda _: None)
+        load_stage(files, config, share, source=spy)
         loaded.append(set(spy.names))
     assert {n.split(".")[2] for n in loaded[1]} == {"1", "2"}
     assert "model.embed_tokens.weight" in loaded[0] - loaded[1] - loaded[2]

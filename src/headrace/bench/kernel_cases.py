@@ -13,13 +13,12 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from headrace.config import EngineConfig
 from headrace.kernels import REFERENCE, path, reference
 from headrace.kernels.attention import paged_attention, rotate_and_write
 from headrace.kernels.batch import AttentionBatch
-from headrace.kernels.elementwise import add_rms_norm, embed, silu_and_multiply
+from headrace.kernels.elementwise import activate_and_multiply, add_rms_norm, embed
 from headrace.kernels.kv_cache import KvCache, bytes_per_block, new_cache
 from headrace.kernels.linear import Linear, computes_natively, pack
 from headrace.kernels.sampling import CHOICE, choose
@@ -116,11 +115,14 @@ def _attention_case(
         kernel=name,
         rows=len(qkv),
         native=_in_turn(
-            lambda batch: paged_attention(qkv, cache, batch, scale, window, None, out), batches
+            lambda batch: paged_attention(qkv, cache, batch, scale, window, None, None, out),
+            batches,
         ),
         by_torch={
             "torch": _in_turn(
-                lambda batch: reference.paged_attention(query, cache, batch, scale, window, None),
+                lambda batch: reference.paged_attention(
+                    query, cache, batch, scale, window, None, None
+                ),
                 batches,
             )
         },
@@ -249,8 +251,8 @@ def _silu_case(config: ModelConfig, dtype: torch.dtype, rows: int) -> Case:
     return Case(
         kernel="silu_and_multiply",
         rows=rows,
-        native=lambda: silu_and_multiply(x, out),
-        by_torch={"torch": lambda: reference.silu_and_multiply(x)},
+        native=lambda: activate_and_multiply(x, "silu", out),
+        by_torch={"torch": lambda: reference.activate_and_multiply(x, "silu")},
         operations=0,
         bytes_moved=x.nbytes + out.nbytes,
     )
@@ -262,8 +264,8 @@ def _embed_case(table: torch.Tensor, rows: int) -> Case:
     return Case(
         kernel="embed",
         rows=rows,
-        native=_in_turn(lambda some: embed(some, table, out), ids),
-        by_torch={"torch": _in_turn(lambda some: F.embedding(some, table), ids)},
+        native=_in_turn(lambda some: embed(some, table, 1.0, out), ids),
+        by_torch={"torch": _in_turn(lambda some: reference.embed(some, table, 1.0), ids)},
         operations=0,
         bytes_moved=2 * out.nbytes,
     )

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from headrace.bench.batch_run import Batch, run_batch
-from headrace.bench.kernel_clock import PARTS
 from headrace.bench.machine import machine, versions
 from headrace.bench.running import running_engine
 from headrace.bench.stage_steps import StepTime, step_times
@@ -73,11 +72,12 @@ class Overhead:
 
 
 def profile(steps: Sequence[StepTime], tokens: int) -> dict[str, Any]:
-    """Where the time of steps of so many tokens goes, in percent, kernel_clock.PARTS and python.
+    """Where the time of steps of so many tokens goes, in percent, by part, and python.
 
     The mean of the steps' own shares: medians would not add up to 100.
     """
-    percent = {part: 100 * fmean(s.parts[part] / s.seconds for s in steps) for part in PARTS}
+    parts = steps[0].parts
+    percent = {part: 100 * fmean(s.parts[part] / s.seconds for s in steps) for part in parts}
     return {
         "tokens": tokens,
         "steps": len(steps),

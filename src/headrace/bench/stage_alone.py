@@ -78,7 +78,7 @@ def _compute(executor: Executor, config: StageConfig, plan: Plan, inputs: torch.
 
 def _inputs(config: StageConfig, tokens: int) -> torch.Tensor:
     """Ids int64 [tokens] on the first stage, else activations [tokens, hidden]."""
-    model = config.model_config
+    model = config.program
     if config.stage == 0:
         return torch.randint(model.vocab_size, (tokens,))
     return torch.randn(tokens, model.hidden_size).to(getattr(torch, config.dtype))

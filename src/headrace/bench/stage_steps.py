@@ -24,7 +24,7 @@ from headrace.bench.stage_alone import load_executor
 from headrace.execution.executor import Executor
 from headrace.execution.model_executor import ModelExecutor
 from headrace.host.cpus import StageCpus
-from headrace.model.llama import LlamaStage
+from headrace.model.interpreter import Interpreter
 from headrace.pipeline.effects import Effect, EmitResult
 from headrace.pipeline.stage_loop import StageRole, stage_loop
 from headrace.pipeline.stage_worker import ControlSocket, drive
@@ -36,7 +36,7 @@ from headrace.protocol.plan import Plan
 
 class StepTime(msgspec.Struct, array_like=True, frozen=True):
     """seconds: from the result of the step before to its own. parts: of these, in kernels, of which
-    there were so many calls; by kernel_clock.PARTS."""
+    there were so many calls; by the parts of kernel_clock."""
 
     seconds: float
     parts: dict[str, float]
@@ -147,7 +147,7 @@ def _run() -> None:
         gc.collect()
         gc.freeze()
         assert isinstance(executor, ModelExecutor)
-        assert isinstance(executor.model, LlamaStage)
+        assert isinstance(executor.model, Interpreter)
         with timed_kernels(executor.model) as clock:
             rounds = [
                 run_steps(executor, task.config, task.cpus, task.plans, clock)

@@ -44,9 +44,11 @@ from headrace.engine.step_cost import StepCost, prior_cost
 from headrace.errors import ModelError, UsageError
 from headrace.host.cpus import StageCpus, computes_bfloat16, stage_cpus
 from headrace.kernels import has_native_kernels
+from headrace.model.architectures.llama import llama_program
 from headrace.pipeline.launch import StageProcesses, bind_master
 from headrace.protocol.messages import LinkEmulation, Loaded, Loading, StageConfig, SyntheticTime
 from headrace.protocol.model_config import ModelConfig, StageShare
+from headrace.protocol.program import Program
 
 if TYPE_CHECKING:
     from headrace.simulation.virtual_links import VirtualClock
@@ -124,7 +126,7 @@ def launch(
                 share=share,
                 model_path=str(files.path.resolve()),
                 model_kind=files.kind,
-                model_config=model_config,
+                program=_program(files, model_config, share),
                 synthetic=_synthetic(files),
                 dtype=dtype,
                 max_model_len=max_model_len,
@@ -327,6 +329,13 @@ def _read_model(
         lambda: sampling_defaults_of_directory(path),
         lambda: tokenizer_from_huggingface(path),
     )
+
+
+def _program(files: ModelFiles, model: ModelConfig, share: StageShare) -> Program:
+    """What a stage runs; nothing, on activations of the model's size, if it is synthetic."""
+    if files.kind == "synthetic":
+        return Program(model.hidden_size, model.vocab_size, (), (), (), {})
+    return llama_program(model, share, gguf=files.kind == "gguf")
 
 
 def _with_end_tokens(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:

@@ -10,44 +10,37 @@ from headrace.errors import StartError
 from headrace.execution.executor import Executor
 from headrace.execution.model_executor import ModelExecutor
 from headrace.execution.synthetic_executor import SyntheticExecutor
-from headrace.model.llama import LlamaStage, load_llama
+from headrace.model.bind import bind
+from headrace.model.interpreter import Interpreter
 from headrace.model.weights import open_tensors
 from headrace.protocol.messages import StageConfig
 
 
 def load_model(
     config: StageConfig, device: torch.device, on_progress: Callable[[float], None]
-) -> LlamaStage | None:
-    """The weights of the stage's layers; None if it is synthetic.
+) -> Interpreter | None:
+    """The stage's program bound to its weights; None if it is synthetic.
 
     on_progress: told the part that is done, from 0 to 1.
     """
     if config.model_kind == "synthetic":
         return None
-    source = open_tensors(
-        ModelFiles(Path(config.model_path), config.model_kind), config.model_config
-    )
+    source = open_tensors(ModelFiles(Path(config.model_path), config.model_kind))
+    dtype = getattr(torch, config.dtype)
     with torch.inference_mode():
-        return load_llama(
-            config.model_config,
-            config.share,
-            source,
-            getattr(torch, config.dtype),
-            device,
-            config.max_model_len,
-            on_progress,
-        )
+        weights = bind(config.program, source, dtype, device, config.max_model_len, on_progress)
+    return Interpreter(config.program, weights, dtype, device)
 
 
 def stage_executor(
-    config: StageConfig, model: LlamaStage | None, num_blocks: int, device: torch.device
+    config: StageConfig, model: Interpreter | None, num_blocks: int, device: torch.device
 ) -> Executor:
     """What runs the loaded model with a cache of so many blocks; StartError if there is no memory
     for them."""
     if model is None:
         assert config.synthetic is not None
         return SyntheticExecutor(
-            config.synthetic, config.model_config.hidden_size, getattr(torch, config.dtype), device
+            config.synthetic, config.program.hidden_size, getattr(torch, config.dtype), device
         )
     try:
         return ModelExecutor(

@@ -10,35 +10,28 @@ import torch
 
 from headrace.execution.executor import PlanOrderError
 from headrace.kernels.batch import AttentionBatch
-from headrace.kernels.kv_cache import KvCache, bytes_per_block, new_cache
+from headrace.kernels.kv_cache import bytes_per_block
 from headrace.protocol.messages import RowLogprobs, TokenLogprobs
-from headrace.protocol.model_config import ModelConfig
 from headrace.protocol.plan import Admission, Plan, Yield, row_samples
+from headrace.protocol.program import Program
 from headrace.sampling.rules import SlotRules
 from headrace.sampling.sampler import sample, token_logprobs
 from headrace.sampling.slot import SlotSampling
 
 
 class StageModel(Protocol):
-    """One stage's part of a model, such as model.llama.LlamaStage."""
+    """One stage's part of a model, such as model.interpreter.Interpreter."""
 
     @property
-    def config(self) -> ModelConfig: ...
+    def program(self) -> Program: ...
 
     @property
     def dtype(self) -> torch.dtype: ...
 
-    @property
-    def num_layers(self) -> int:
-        """Layers that this stage holds, each with a cache of its own."""
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Make the caches: one of each of the program's shapes. Comes before all else."""
 
-    @property
-    def samples(self) -> bool:
-        """Whether this part ends in logits."""
-
-    def forward(
-        self, inputs: torch.Tensor, batch: AttentionBatch, caches: list[KvCache]
-    ) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Ids int64 [T] or activations [T, hidden], overwritten, to activations [T, hidden]."""
 
     def logits(self, activations: torch.Tensor) -> torch.Tensor:
@@ -71,7 +64,6 @@ class ModelExecutor:
     block_size: int
     max_blocks: int
     device: torch.device
-    _caches: list[KvCache] = field(init=False)
     _block_tables: np.ndarray = field(init=False)
     # By slot, the first position that is not computed yet; -1 for slots that nobody has.
     _next_positions: np.ndarray = field(init=False)
@@ -80,11 +72,7 @@ class ModelExecutor:
     _rules: dict[int, SlotRules] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        config = self.model.config
-        sizes = self.num_blocks, self.block_size, config.num_kv_heads, config.head_dim
-        self._caches = [
-            new_cache(*sizes, self.model.dtype, self.device) for _ in range(self.model.num_layers)
-        ]
+        self.model.allocate(self.num_blocks, self.block_size)
         self._block_tables = np.zeros((self.max_num_seqs, self.max_blocks), dtype=np.int64)
         self._next_positions = np.full(self.max_num_seqs, -1, dtype=np.int64)
 
@@ -103,7 +91,7 @@ class ModelExecutor:
         for rules in plan.rules:
             if rules.number in self._rules:
                 raise PlanOrderError(f"the plan brings rules {rules.number} a second time")
-            self._rules[rules.number] = SlotRules(rules, self.model.config.vocab_size)
+            self._rules[rules.number] = SlotRules(rules, self.model.program.vocab_size)
         for admission in plan.admitted:
             self._admit(admission)
         for appended in plan.appended:
@@ -114,7 +102,7 @@ class ModelExecutor:
 
     def forward(self, plan: Plan, inputs: torch.Tensor) -> torch.Tensor:
         """Run the stage's layers: activations [tokens, hidden]."""
-        return self.model.forward(inputs, self._batch(plan), self._caches)
+        return self.model.forward(inputs, self._batch(plan))
 
     def logits(self, plan: Plan, activations: torch.Tensor) -> torch.Tensor:
         """Scores [sampling rows, vocab], each after its row's last token."""
@@ -156,7 +144,7 @@ class ModelExecutor:
     def activations_buffer(self, tokens: int) -> torch.Tensor:
         """A new buffer for activations [tokens, hidden] of the model's dtype."""
         return torch.empty(
-            tokens, self.model.config.hidden_size, dtype=self.model.dtype, device=self.device
+            tokens, self.model.program.hidden_size, dtype=self.model.dtype, device=self.device
         )
 
     def _admit(self, admission: Admission) -> None:
@@ -166,13 +154,13 @@ class ModelExecutor:
             raise PlanOrderError(f"slot {admission.slot} is given out while it is taken")
         # A new object, so that nothing of the slot's former sequence can remain.
         sampling = None
-        if self.model.samples:
+        if self.model.program.head:
             rules = None
             if admission.rules is not None:
                 rules = self._rules.get(admission.rules)
                 if rules is None:
                     raise PlanOrderError(f"the plan names rules {admission.rules}, not there")
-            sampling = SlotSampling(admission, self.model.config.vocab_size, rules)
+            sampling = SlotSampling(admission, self.model.program.vocab_size, rules)
         self._slots[admission.slot] = _Slot(admission, sampling)
         self._next_positions[admission.slot] = admission.computed
 
@@ -268,8 +256,9 @@ class ModelExecutor:
         return torch.from_numpy(array).to(self.device)
 
 
-def cache_bytes_per_block(model: StageModel, block_size: int) -> int:
+def cache_bytes_per_block(program: Program, block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block takes on this stage, keys and values of all its layers."""
-    config = model.config
-    sizes = block_size, config.num_kv_heads, config.head_dim
-    return bytes_per_block(*sizes, model.dtype) * model.num_layers
+    return sum(
+        bytes_per_block(block_size, shape.kv_heads, shape.head_dim, dtype)
+        for shape in program.caches
+    )

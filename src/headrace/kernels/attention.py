@@ -8,15 +8,20 @@ from headrace.kernels.kv_cache import KvCache
 
 
 def rotate_and_write(
-    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: KvCache, batch: AttentionBatch
+    qkv: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    cache: KvCache,
+    batch: AttentionBatch,
 ) -> None:
     """Rotary embedding of a step's queries, in place, and of its keys; keys and values go to the
     cache.
 
     qkv: [T, heads + 2 kv_heads, head_dim], contiguous: queries, keys, values. cos, sin: float32
-    [positions, head_dim / 2]. What the keys' part of qkv holds afterwards is undefined.
+    [positions, head_dim / 2], or None to leave them as they are. What the keys' part of qkv holds
+    afterwards is undefined.
     """
-    if not _native(qkv, cache):
+    if cos is None or sin is None or not runs_native(qkv.device, qkv.dtype, cache.head_dim):
         reference.rotate_and_write(qkv, cos, sin, cache, batch)
         return
     assert path.native is not None
@@ -46,6 +51,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     sinks: torch.Tensor | None,
+    soft_cap: float | None,
     out: torch.Tensor,
 ) -> torch.Tensor:
     """Causal grouped-query attention of a step's tokens over their sequences' cached positions.
@@ -53,12 +59,13 @@ def paged_attention(
     qkv: [T, heads + 2 kv_heads, head_dim] after rotate_and_write, of which the queries are read;
     the cache holds this step. A token at position p attends to positions p - sliding_window + 1 to
     p, or 0 to p without a window. sinks: float32 [heads], a score for each head that takes part in
-    its softmax without a value (gpt-oss). Fills and returns out [T, heads, head_dim], contiguous.
+    its softmax without a value (gpt-oss). soft_cap: scores become soft_cap * tanh(score / soft_cap)
+    (Gemma 2). Fills and returns out [T, heads, head_dim], contiguous.
     """
-    if not _native(qkv, cache):
+    if soft_cap is not None or not runs_native(qkv.device, qkv.dtype, cache.head_dim):
         query = qkv[:, : out.shape[1]]
         return out.copy_(
-            reference.paged_attention(query, cache, batch, scale, sliding_window, sinks)
+            reference.paged_attention(query, cache, batch, scale, sliding_window, sinks, soft_cap)
         )
     assert path.native is not None
     assert out.is_contiguous()
@@ -86,6 +93,6 @@ def paged_attention(
     return out
 
 
-def _native(qkv: torch.Tensor, cache: KvCache) -> bool:
-    # Whole vectors of the widest path.
-    return cache.head_dim % 16 == 0 and path.runs_native(qkv.device, qkv.dtype)
+def runs_native(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether native kernels take heads of such a width: whole vectors of the widest path."""
+    return head_dim % 16 == 0 and path.runs_native(device, dtype)

@@ -1,18 +1,18 @@
-"""The small operations between matrix products. Each fills out, contiguous, and returns it."""
+"""The small operations between matrix products; tensors are contiguous. Where there is an out it is
+filled and returned."""
 
 import torch
-import torch.nn.functional as F
 
 from headrace.kernels import path, reference
 
 
-def embed(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Rows [T, hidden] of the table [vocab, hidden], contiguous, for ids int64 [T].
+def embed(ids: torch.Tensor, table: torch.Tensor, scale: float, out: torch.Tensor) -> torch.Tensor:
+    """Rows [T, hidden] of the table [vocab, hidden], contiguous, for ids int64 [T], times scale.
 
     Raises IndexError for an id that the table does not have.
     """
-    if not path.runs_native(table.device, table.dtype):
-        return out.copy_(F.embedding(ids, table))
+    if scale != 1 or not path.runs_native(table.device, table.dtype):
+        return out.copy_(reference.embed(ids, table, scale))
     assert path.native is not None
     assert table.is_contiguous()
     least, most = torch.aminmax(ids)
@@ -46,15 +46,28 @@ def add_rms_norm(
     return _rms_norm(x, delta, weight, epsilon, out)
 
 
-def silu_and_multiply(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """SiLU of the first half of each row of x [T, 2 width] times the second half: [T, width]."""
-    if not path.runs_native(x.device, x.dtype):
-        return out.copy_(reference.silu_and_multiply(x))
+def head_norm(heads: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
+    """rms_norm of each of the heads [T, N, head_dim], in place. weight: [head_dim]."""
+    heads.copy_(reference.rms_norm(heads, weight, epsilon))
+
+
+def activate_and_multiply(x: torch.Tensor, activation: str, out: torch.Tensor) -> torch.Tensor:
+    """Activation of the first half of each row of x [T, 2 width] times the second half: [T, width].
+
+    activation: silu, or gelu_tanh.
+    """
+    if activation != "silu" or not path.runs_native(x.device, x.dtype):
+        return out.copy_(reference.activate_and_multiply(x, activation))
     assert path.native is not None
     path.native.silu_and_multiply(
         x.data_ptr(), out.data_ptr(), x.shape[0], out.shape[1], x.dtype == torch.bfloat16
     )
     return out
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> None:
+    """x becomes cap * tanh(x / cap), in place."""
+    x.copy_(reference.soft_cap(x, cap))
 
 
 def _rms_norm(

@@ -25,24 +25,46 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return rotated.to(x.dtype)
 
 
-def silu_and_multiply(x: torch.Tensor) -> torch.Tensor:
-    """SiLU of the first half of the last dimension times the second half."""
+def activate_and_multiply(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """The activation of the first half of the last dimension times the second half.
+
+    activation: silu, or gelu_tanh (arXiv 1606.08415, its approximation by tanh).
+    """
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    if activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def embed(ids: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
+    """Rows of the table, times scale rounded to the table's type, as transformers does."""
+    rows = F.embedding(ids, table)
+    return rows if scale == 1 else rows * torch.tensor(scale, dtype=table.dtype)
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(x / cap), in float32: between -cap and cap (arXiv 2408.00118, section 2)."""
+    return (cap * torch.tanh(x.float() / cap)).to(x.dtype)
 
 
 def rotate_and_write(
-    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: KvCache, batch: AttentionBatch
+    qkv: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    cache: KvCache,
+    batch: AttentionBatch,
 ) -> None:
     """Rotate queries in place, and put rotated keys and values into the cache.
 
-    qkv: [T, heads + 2 kv_heads, head_dim]; cos, sin: float32 [positions, head_dim / 2].
+    qkv: [T, heads + 2 kv_heads, head_dim]; cos, sin: float32 [positions, head_dim / 2], or None.
     """
     heads = qkv.shape[1] - 2 * cache.kv_heads
-    cos, sin = cos[batch.positions], sin[batch.positions]
     query, key, value = torch.split(qkv, [heads, cache.kv_heads, cache.kv_heads], dim=1)
-    query.copy_(rotate(query, cos, sin))
-    write(cache, batch.cache_index, rotate(key, cos, sin), value)
+    if cos is not None and sin is not None:
+        cos, sin = cos[batch.positions], sin[batch.positions]
+        query.copy_(rotate(query, cos, sin))
+        key = rotate(key, cos, sin)
+    write(cache, batch.cache_index, key, value)
 
 
 def paged_attention(
@@ -52,6 +74,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     sinks: torch.Tensor | None,
+    soft_cap: float | None,
 ) -> torch.Tensor:
     """See kernels.attention.paged_attention."""
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -76,7 +99,7 @@ def paged_attention(
         hidden = (places >= lengths)[:, :, None, None]
         keys, values = keys.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
         output[tokens] = _attend(
-            query[tokens].unsqueeze(1), keys, values, visible[:, None], scale, sinks
+            query[tokens].unsqueeze(1), keys, values, visible[:, None], scale, sinks, soft_cap
         ).squeeze(1)
     for r, length in enumerate(batch.query_lens):
         if length > 1:
@@ -89,7 +112,9 @@ def paged_attention(
             if sliding_window is not None:
                 visible &= places > own - sliding_window
             chunk = slice(starts[r], starts[r + 1])
-            attended = _attend(query[None, chunk], keys, values, visible[None], scale, sinks)
+            attended = _attend(
+                query[None, chunk], keys, values, visible[None], scale, sinks, soft_cap
+            )
             output[chunk] = attended[0]
     return output
 
@@ -101,10 +126,11 @@ def _attend(
     visible: torch.Tensor,
     scale: float,
     sinks: torch.Tensor | None,
+    soft_cap: float | None,
 ) -> torch.Tensor:
     """query [R, t, heads, D], keys and values [R, n, kv_heads, D], visible [R, t, n]."""
     query, keys, values = (x.transpose(1, 2) for x in (query, keys, values))
-    if sinks is None:
+    if sinks is None and soft_cap is None:
         attended = F.scaled_dot_product_attention(
             query, keys, values, attn_mask=visible[:, None], scale=scale, enable_gqa=True
         )
@@ -112,8 +138,13 @@ def _attend(
     group = query.shape[1] // keys.shape[1]
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))
     scores = (query.float() * scale) @ keys.transpose(2, 3)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
-    # A sink takes part in the softmax as one more position, which has no value.
-    extra = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    weights = torch.softmax(torch.cat((scores, extra), dim=-1), dim=-1)[..., :-1]
+    positions = scores.shape[-1]
+    if sinks is not None:
+        # A sink takes part in the softmax as one more position, which has no value.
+        extra = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, extra), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :positions]
     return (weights @ values).to(query.dtype).transpose(1, 2)

@@ -201,7 +201,8 @@ def _executor(config: StageConfig, control: ControlSocket, device: torch.device)
     # A synthetic stage keeps nothing in its cache.
     weights, block = 0, 1
     if model is not None:
-        weights, block = model.weight_bytes, cache_bytes_per_block(model, config.block_size)
+        weights = model.weights.nbytes
+        block = cache_bytes_per_block(config.program, config.block_size, model.dtype)
     control.send(Loaded(config.stage, weights, block, path_name(), note))
     return stage_executor(config, model, _receive_cache_config(control).num_blocks, device)
 

@@ -4,8 +4,9 @@ from typing import Literal
 
 import msgspec
 
-from headrace.protocol.model_config import ModelConfig, StageShare
+from headrace.protocol.model_config import StageShare
 from headrace.protocol.plan import Plan
+from headrace.protocol.program import Program
 
 
 class LinkEmulation(msgspec.Struct, array_like=True, frozen=True):
@@ -26,7 +27,8 @@ class SyntheticTime(msgspec.Struct, array_like=True, frozen=True):
 class StageConfig(msgspec.Struct, tag="stage_config", array_like=True, frozen=True, kw_only=True):
     """First message to a stage: which part of which model it runs and how.
 
-    model_path and model_kind say where the weights are; dtype is the name of a torch dtype.
+    share: for people; the program says what to run. model_path and model_kind say where the weights
+    are; dtype is the name of a torch dtype.
     synthetic: run no model, only take this time. window: the most steps that the engine may plan
     beyond the newest result. master_addr and master_port are the rendezvous store's; store_fd is
     its listening socket, inherited by the first stage alone. start_timeout and link_timeout, in
@@ -39,7 +41,7 @@ class StageConfig(msgspec.Struct, tag="stage_config", array_like=True, frozen=Tr
     share: StageShare
     model_path: str
     model_kind: Literal["gguf", "huggingface", "synthetic"]
-    model_config: ModelConfig
+    program: Program
     synthetic: SyntheticTime | None
     dtype: str
     max_model_len: int

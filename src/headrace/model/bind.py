@@ -1,0 +1,112 @@
+"""What a program names in the files, loaded, and laid out for the device that runs it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from headrace.kernels.linear import Linear
+from headrace.model.rope import rotation_tables
+from headrace.model.weights import TensorSource
+from headrace.protocol import program
+from headrace.protocol.model_config import RopeConfig
+from headrace.protocol.program import Matrix, Program, StoredTensor, Vector
+
+# What a table of rotations depends on: base and stretching, divisors, and the heads' width.
+Rotation = tuple[RopeConfig, StoredTensor | None, int]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """By what the program calls them; what two operations share is there once.
+
+    tables: the embedding, [vocab, hidden]. vectors: of norms, [width], their offset added. sinks:
+    float32 [heads]. rotations: cos and sin, float32 [max_model_len, head_dim / 2].
+    """
+
+    tables: dict[StoredTensor, torch.Tensor] = field(default_factory=dict)
+    vectors: dict[Vector, torch.Tensor] = field(default_factory=dict)
+    matrices: dict[Matrix, Linear] = field(default_factory=dict)
+    sinks: dict[StoredTensor, torch.Tensor] = field(default_factory=dict)
+    rotations: dict[Rotation, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights; tables of rotations, which no file holds, are not counted."""
+        tensors = [*self.tables.values(), *self.vectors.values(), *self.sinks.values()]
+        return sum(t.nbytes for t in tensors) + sum(m.nbytes for m in self.matrices.values())
+
+
+def bind(
+    share: Program,
+    source: TensorSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    progress: Callable[[float], None],
+) -> Weights:
+    """Load what the program needs and nothing else; calls progress with the fraction done.
+
+    dtype: of activations and weights. Raises ModelError for tensors that are missing or of the
+    wrong shape.
+    """
+    weights = Weights()
+    operations = [*share.operations, *share.head]
+    for done, operation in enumerate(operations, 1):
+        match operation:
+            case program.Embed(table=table):
+                if table not in weights.tables:
+                    weights.tables[table] = source.load(table).to(device, dtype)
+            case program.Norm(weight=vector) | program.HeadNorm(weight=vector):
+                if vector not in weights.vectors:
+                    loaded = source.load(vector.tensor)
+                    if vector.offset:
+                        loaded = loaded.float() + vector.offset
+                    weights.vectors[vector] = loaded.to(device, dtype)
+            case program.Linear(weight=matrix):
+                if matrix not in weights.matrices:
+                    weights.matrices[matrix] = _linear(matrix, source, dtype, device)
+            case program.Attention(sinks=StoredTensor() as sinks):
+                weights.sinks[sinks] = source.load(sinks).to(device, torch.float32)
+        progress(done / len(operations))
+    for rotation in rotations(share):
+        rope, factors, head_dim = rotation
+        divisors = None
+        if factors is not None and (source.has(factors.name) or not factors.optional):
+            divisors = source.load(factors).float()
+        cos, sin = rotation_tables(rope, head_dim, max_model_len, divisors)
+        weights.rotations[rotation] = cos.to(device), sin.to(device)
+    return weights
+
+
+def rotations(share: Program) -> Iterator[Rotation]:
+    """Each of the tables that the program needs, once."""
+    found = {
+        rotation_of(share, operation): None
+        for operation in share.operations
+        if isinstance(operation, program.Rotate)
+    }
+    return (rotation for rotation in found if rotation is not None)
+
+
+def rotation_of(share: Program, operation: program.Rotate) -> Rotation | None:
+    """The tables that this operation takes."""
+    if operation.rope is None:
+        return None
+    return operation.rope, operation.factors, share.caches[operation.cache].head_dim
+
+
+def _linear(
+    matrix: Matrix, source: TensorSource, dtype: torch.dtype, device: torch.device
+) -> Linear:
+    weight = torch.cat([source.load(part) for part in matrix.parts])
+    bias = None
+    if any(source.has(part.name) or not part.optional for part in matrix.biases):
+        bias = torch.cat(
+            [
+                source.load(part) if source.has(part.name) or not part.optional
+                else torch.zeros(part.shape, dtype=weight.dtype)
+                for part in matrix.biases
+            ]
+        ).to(device)  # fmt: skip
+    return Linear(weight.to(device), bias, dtype)
