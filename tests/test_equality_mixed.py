@@ -104,7 +104,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
         enable_prefix_caching=False,
         cpu_threads=None if MODEL else 1,
     ) as llm:
-        requests = mixed_requests(llm.running.model_config.vocab_size)
+        requests = mixed_requests(llm.running.engine.vocab_size)
         outputs = [llm.generate([r.prompt], r.params)[0] for r in requests]
     size = SMOLLM2_POSITION_BYTES if MODEL else TINY_POSITION_BYTES
     return Alone(model, size, requests, outputs)

@@ -76,7 +76,7 @@ def test_a_files_model_starts_without_torch_and_transformers() -> None:
     """They take seconds to import, on the cores on which the stages load meanwhile. Only chats need
     transformers."""
     code = (
-        "import sys, headrace.cli, headrace.deployment.launcher\n"
+        "import sys, headrace.cli, headrace.deployment.start\n"
         "from headrace.checkpoint.gguf_file import read_gguf\n"
         "from headrace.checkpoint.locate import locate_model\n"
         "from headrace.checkpoint.tokenizer import tokenizer_of_gguf\n"

@@ -204,8 +204,8 @@ def test_no_stage_is_left_behind_when_the_engine_cannot_be_made(
         started.append(StageProcesses(*arguments))
         return started[0]
 
-    monkeypatch.setattr("headrace.deployment.launcher.StageProcesses", watched)
-    monkeypatch.setattr("headrace.deployment.launcher._engine", interrupted)
+    monkeypatch.setattr("headrace.deployment.start.StageProcesses", watched)
+    monkeypatch.setattr("headrace.deployment.start.new_engine", interrupted)
     with pytest.raises(KeyboardInterrupt):
         LLM("synthetic:1+0.1")
     assert processes

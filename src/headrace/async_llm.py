@@ -10,7 +10,7 @@ from typing import Any
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.checks import check_type
 from headrace.config import EngineConfig
-from headrace.deployment.launcher import RunningEngine, launch
+from headrace.deployment.start import RunningEngine, StartWatch, launch
 from headrace.engine.outputs import OutputDelta, OutputGatherer, RequestOutput
 from headrace.engine.prepared import Prepared
 from headrace.engine_thread import EngineThread, Submission
@@ -45,7 +45,8 @@ class AsyncLLM:
         **settings: Any,
     ) -> None:
         self.config = EngineConfig.of("AsyncLLM", model, settings)
-        self.running: RunningEngine = launch(self.config, on_progress, check, on_tokenizer)
+        watch = StartWatch(on_progress=on_progress, check=check, on_tokenizer=on_tokenizer)
+        self.running: RunningEngine = launch(self.config, watch)
         self._thread = EngineThread(self.running)
         self._named: dict[str, Submission] = {}
         self._numbers = itertools.count()
@@ -97,7 +98,7 @@ class AsyncLLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What holds where no SamplingParams are given: the model's own defaults, if it has some
         and generation_config is auto."""
-        return SamplingParams(**self.running.sampling_defaults)
+        return SamplingParams(**self.running.deployment.model.sampling_defaults)
 
     async def submit(
         self,

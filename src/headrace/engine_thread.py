@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from headrace.deployment.launcher import RunningEngine
+from headrace.deployment.start import RunningEngine
 from headrace.engine.outputs import OutputDelta
 from headrace.engine.prepared import Prepared
 from headrace.errors import HeadraceError, PipelineError, UsageError

@@ -11,7 +11,7 @@ from typing import Any
 from headrace.checkpoint.chat_template import Message
 from headrace.checks import check_type
 from headrace.config import EngineConfig
-from headrace.deployment.launcher import RunningEngine, launch
+from headrace.deployment.start import RunningEngine, StartWatch, launch
 from headrace.engine.outputs import OutputDelta, OutputGatherer, RequestOutput
 from headrace.engine.prepared import Prepared
 from headrace.errors import PipelineError, UsageError
@@ -50,7 +50,7 @@ class LLM:
         **settings: Any,
     ) -> None:
         self.config = EngineConfig.of("LLM", model, settings)
-        self.running: RunningEngine = launch(self.config, on_progress)
+        self.running: RunningEngine = launch(self.config, StartWatch(on_progress=on_progress))
         # Of each open request: what arrived and was not taken yet by its reader, who may read more
         # than one.
         self._arrived: dict[int, deque[OutputDelta]] = {}
@@ -109,7 +109,7 @@ class LLM:
                 prompt = tokenized_chat(
                     chat,
                     running.tokenizer,
-                    running.max_model_len,
+                    running.deployment.max_model_len,
                     add_generation_prompt,
                     chat_template_kwargs or {},
                 )
@@ -146,7 +146,7 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What holds where no SamplingParams are given: the model's own defaults, if it has some
         and generation_config is auto."""
-        return SamplingParams(**self.running.sampling_defaults)
+        return SamplingParams(**self.running.deployment.model.sampling_defaults)
 
     def settle(self) -> None:
         """Run until nothing is in flight and every stage's report is in."""
@@ -171,7 +171,7 @@ class LLM:
             self._waiting.discard(threading.get_ident())
             self._check_open()
             timelines = self.running.stages.timelines(last, _SHOW_TIMEOUT)
-        if len(timelines) < len(self.running.shares):
+        if len(timelines) < len(self.running.deployment.shares):
             raise PipelineError(f"not every stage showed its time line within {_SHOW_TIMEOUT:g} s")
         return timelines
 

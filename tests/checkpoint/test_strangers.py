@@ -17,7 +17,7 @@ from headrace.checkpoint.gguf_file import GgufFile, read_gguf
 from headrace.checkpoint.locate import locate_model
 from headrace.checkpoint.tokenizer import tokenizer_of_gguf
 from headrace.config import EngineConfig
-from headrace.deployment.launcher import launch
+from headrace.deployment.start import launch
 from headrace.errors import ModelError, StartError, UsageError
 from stage_models import load_stage
 from tiny_checkpoints import write_tiny_gguf, write_tiny_llama

@@ -16,7 +16,7 @@ from command import wait_until
 from headrace.async_llm import AsyncLLM
 from headrace.checkpoint.synthetic import synthetic_tokenizer
 from headrace.config import EngineConfig
-from headrace.deployment.launcher import launch_virtual
+from headrace.deployment.virtual import launch_virtual
 from headrace.engine.outputs import OutputDelta
 from headrace.engine.prepared import Prepared
 from headrace.engine.request import FinishReason

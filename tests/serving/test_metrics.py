@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.config import EngineConfig
-from headrace.deployment.launcher import RunningEngine, launch_virtual
+from headrace.deployment.start import RunningEngine
+from headrace.deployment.virtual import launch_virtual
 from headrace.engine.engine import Engine
 from headrace.engine.outputs import OutputDelta
 from headrace.engine.request import FinishReason

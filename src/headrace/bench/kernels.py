@@ -14,9 +14,10 @@ from headrace.bench.figures import spread
 from headrace.bench.kernel_cases import CHUNK, CONTEXT, Call, Case, kernel_cases
 from headrace.bench.machine import machine, versions
 from headrace.bench.roofline import Dtype, read_config
+from headrace.deployment.machine import read_machine
 from headrace.errors import StartError
 from headrace.host.cpus import stage_cpus
-from headrace.kernels import PATH_VARIABLE, has_native_kernels, path
+from headrace.kernels import PATH_VARIABLE, path
 from headrace.protocol.model_config import ModelConfig
 
 # Seconds of a round, unless one call takes longer, and the most calls of a round.
@@ -52,12 +53,13 @@ def measure_kernels(
     there are no native kernels, PipelineError if the process fails.
     """
     config = read_config(model)
-    if not has_native_kernels():
+    this = read_machine()
+    if not this.native_kernels:
         raise StartError(
             f"there are no native kernels to measure: unset {PATH_VARIABLE} if it is torch, else "
             "install a C++17 compiler, then headrace again"
         )
-    (cpus,) = stage_cpus(1, threads, "auto")
+    (cpus,) = stage_cpus(1, threads, "auto", allowed=this.allowed_cpus, cores=this.cores)
     say("kernels, in a process of their own")
     task = msgspec.msgpack.encode(_Task(config, dtype, rows, rounds))
     answer = msgspec.msgpack.decode(answer_alone(__name__, 0, cpus, task), type=_Answer)

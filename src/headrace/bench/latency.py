@@ -83,8 +83,8 @@ def measure_latency(config: EngineConfig, batch: Batch, say: Callable[[str], Non
     return Latency(
         config=config,
         batch=batch,
-        dtype=running.dtype,
-        layers=[share.num_layers for share in running.shares],
+        dtype=running.deployment.dtype,
+        layers=[share.num_layers for share in running.deployment.shares],
         kernels=[stage.kernels for stage in running.loaded],
         ready_s=running.load_s,
         token_times=token_times,

@@ -13,7 +13,7 @@ import torch
 
 from headrace.checkpoint.locate import SYNTHETIC
 from headrace.config import EngineConfig
-from headrace.deployment.launcher import VirtualEngine, launch_virtual
+from headrace.deployment.virtual import VirtualEngine, launch_virtual
 from headrace.sampling_params import SamplingParams
 
 _PROMPT_LEN = 8

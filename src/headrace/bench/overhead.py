@@ -14,6 +14,7 @@ from headrace.bench.running import running_engine
 from headrace.bench.stage_steps import StepTime, step_times
 from headrace.checkpoint.locate import locate_model
 from headrace.config import EngineConfig
+from headrace.deployment.start import stage_config
 from headrace.errors import UsageError
 from headrace.protocol.plan import Plan, token_count
 
@@ -106,12 +107,18 @@ def measure_overhead(
     prefill = [len(plans) + place for place in full_steps(prompts)]
     plans += prompts
     say("the same plans on the stage alone")
-    times = step_times(running.stage_configs[0], running.cpus[0], running.num_blocks, plans, rounds)
+    times = step_times(
+        stage_config(running.deployment, 0),
+        running.deployment.cpus[0],
+        running.num_blocks,
+        plans,
+        rounds,
+    )
     # The first plan has no time, and is none of those wanted: its requests have yet to come.
     return Overhead(
         config=config,
         batch=batch,
-        dtype=running.dtype,
+        dtype=running.deployment.dtype,
         kernels=running.loaded[0].kernels,
         decode=[[steps[place - 1] for place in decode] for steps in times],
         prefill=[steps[place - 1] for steps in times for place in prefill],

@@ -10,7 +10,7 @@ from headrace.bench.running import running_engine
 from headrace.bench.stage_alone import seconds_alone
 from headrace.checkpoint.locate import SYNTHETIC
 from headrace.config import EngineConfig
-from headrace.deployment.launcher import RunningEngine
+from headrace.deployment.start import RunningEngine, stage_config
 from headrace.engine.engine import Engine
 from headrace.engine.microbatch_count import best_count, round_seconds
 from headrace.engine.step_cost import StepWork
@@ -176,8 +176,8 @@ def measure_overlap(
     stage = median.slowest_stage
     say(f"the same plans on stage {stage} alone")
     alone = seconds_alone(
-        deferred.stage_configs[stage],
-        deferred.cpus[stage],
+        stage_config(deferred.deployment, stage),
+        deferred.deployment.cpus[stage],
         deferred.num_blocks,
         warm_up.plans,
         median.plans,
@@ -185,7 +185,7 @@ def measure_overlap(
     return Overlap(
         config=config,
         batch=batch,
-        dtype=deferred.dtype,
+        dtype=deferred.deployment.dtype,
         runs=runs,
         trials=trials,
         ideal_step_s=sum(alone) / len(alone),
@@ -209,7 +209,7 @@ def _timelines(running: RunningEngine, run: BatchRun) -> list[Timeline]:
     Raises PipelineError if a stage does not answer.
     """
     lines = running.stages.timelines(_EVERYTHING, _ANSWER_S)
-    silent = set(range(len(running.shares))) - {line.stage for line in lines}
+    silent = set(range(len(running.deployment.shares))) - {line.stage for line in lines}
     if silent:
         raise PipelineError(f"stages {sorted(silent)} sent no time line within {_ANSWER_S:g} s")
     return [

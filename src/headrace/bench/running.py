@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from headrace.config import EngineConfig
-from headrace.deployment.launcher import RunningEngine, launch
+from headrace.deployment.start import RunningEngine, StartWatch, launch
 
 
 @contextmanager
@@ -16,7 +16,10 @@ def running_engine(
     name: of the pipeline, where there are several. Raises what launch() raises.
     """
     prefix = f"{name} pipeline: " if name else ""
-    running = launch(config, lambda m: say(f"{prefix}stage {m.stage}, {m.phase} {m.fraction:.0%}"))
+    watch = StartWatch(
+        on_progress=lambda m: say(f"{prefix}stage {m.stage}, {m.phase} {m.fraction:.0%}")
+    )
+    running = launch(config, watch)
     try:
         yield running
     except BaseException:

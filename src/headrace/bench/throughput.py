@@ -99,9 +99,9 @@ def measure_throughput(
     return Throughput(
         config=config,
         batch=batch,
-        dtype=running.dtype,
-        layers=[share.num_layers for share in running.shares],
-        cpus=running.cpus,
+        dtype=running.deployment.dtype,
+        layers=[share.num_layers for share in running.deployment.shares],
+        cpus=list(running.deployment.cpus),
         kernels=[stage.kernels for stage in running.loaded],
         ready_s=running.load_s,
         runs=runs,

@@ -32,12 +32,13 @@ Answers = Callable[[list[Message]], AsyncGenerator[Piece, None]]
 def engine_answers(engine: AsyncLLM, params: SamplingParams) -> Answers:
     """Answers of the model in this process."""
     running = engine.running
+    limit = running.deployment.max_model_len
 
     async def answer(messages: list[Message]) -> AsyncGenerator[Piece, None]:
-        prompt = tokenized_chat(messages, running.tokenizer, running.max_model_len).token_ids
-        if len(prompt) >= running.max_model_len:
+        prompt = tokenized_chat(messages, running.tokenizer, limit).token_ids
+        if len(prompt) >= limit:
             raise UsageError(
-                f"the conversation has {len(prompt)} tokens, the context {running.max_model_len}: "
+                f"the conversation has {len(prompt)} tokens, the context {limit}: "
                 "/reset forgets what was said"
             )
         submission = await engine.submit([prompt], params)

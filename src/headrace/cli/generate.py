@@ -101,12 +101,15 @@ def generate(
         tokenizer = llm.running.tokenizer
         ids = (
             tokenized_chat(
-                [{"role": "user", "content": text}], tokenizer, llm.running.max_model_len
+                [{"role": "user", "content": text}], tokenizer, llm.running.deployment.max_model_len
             ).token_ids
             if chat
             else tokenizer.encode(text)
         )
-        defaults: dict[str, Any] = {"max_tokens": 128, **llm.running.sampling_defaults}
+        defaults: dict[str, Any] = {
+            "max_tokens": 128,
+            **llm.running.deployment.model.sampling_defaults,
+        }
         answer = _answer(llm, ids, SamplingParams(**defaults | given), echo=not as_json)
         llm.settle()
         if trace is not None:
@@ -181,7 +184,7 @@ def _as_json(llm: LLM, prompt: list[int], answer: _Answer) -> dict[str, Any]:
             "first_token_s": round(answer.first_token_s, 4),
             "output_tokens_per_s": round(answer.tokens_per_s, 2),
         },
-        "dtype": running.dtype,
+        "dtype": running.deployment.dtype,
         "num_microbatches": running.engine.scheduler.num_microbatches,
         **_emulation(llm),
         "stages": [
@@ -194,7 +197,7 @@ def _as_json(llm: LLM, prompt: list[int], answer: _Answer) -> dict[str, Any]:
                 "peak_memory_bytes": usage.peak_memory_bytes,
             }
             for share, usage, loaded in zip(
-                running.shares, running.engine.usage, running.loaded, strict=True
+                running.deployment.shares, running.engine.usage, running.loaded, strict=True
             )
         ],
     }
@@ -228,24 +231,26 @@ def _labels(llm: LLM) -> list[str]:
 
 
 def _print_summary(llm: LLM, prompt: list[int], answer: _Answer) -> None:
-    running = llm.running
+    running, deployment = llm.running, llm.running.deployment
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
     console.print(
         f"\n{len(prompt)} prompt + {len(answer.token_ids)} output tokens, "
         f"{answer.tokens_per_s:.1f} tokens/s, first after {answer.first_token_s:.2f} s, "
-        f"loaded in {running.load_s:.1f} s, {running.dtype}",
+        f"loaded in {running.load_s:.1f} s, {deployment.dtype}",
         highlight=False,
     )
-    if running.sampling_defaults:
+    if defaults := deployment.model.sampling_defaults:
         console.print(
-            f"sampling defaults of the model: {in_words(running.sampling_defaults)} "
+            f"sampling defaults of the model: {in_words(defaults)} "
             "(--generation-config none: without)",
             highlight=False,
         )
     table = Table()
     for heading in ("stage", "layers", "busy", "feedback wait", "activation wait", "peak memory"):
         table.add_column(heading, justify="right")
-    for number, (share, usage) in enumerate(zip(running.shares, running.engine.usage, strict=True)):
+    for number, (share, usage) in enumerate(
+        zip(deployment.shares, running.engine.usage, strict=True)
+    ):
         table.add_row(
             str(number),
             str(share.num_layers),
@@ -257,7 +262,7 @@ def _print_summary(llm: LLM, prompt: list[int], answer: _Answer) -> None:
     console.print(table)
     if labels := _labels(llm):
         console.print("; ".join(labels), highlight=False)
-    if len(running.shares) > 1:
+    if deployment.num_stages > 1:
         console.print(
             "A single request goes from stage to stage: each waits while the others compute.",
             highlight=False,

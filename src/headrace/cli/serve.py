@@ -111,15 +111,16 @@ def _is_no_probe(record: logging.LogRecord) -> bool:
 
 
 def _engine_line(engine: AsyncLLM) -> str:
-    running = engine.running
+    running, deployment = engine.running, engine.running.deployment
     block_size = engine.config.block_size
     cache = max(loaded.cache_bytes_per_block for loaded in running.loaded) * running.num_blocks
-    layers = " and ".join(str(share.num_layers) for share in running.shares)
+    layers = " and ".join(str(share.num_layers) for share in deployment.shares)
     return (
-        f"engine: {running.dtype}, {_counted(len(running.shares), 'stage')} with {layers} layers, "
-        f"{running.loaded[0].kernels} kernels, cache for {running.num_blocks * block_size} tokens "
-        f"({cache / 2**20:.0f} MiB a stage), at most {running.max_model_len} tokens a sequence, "
-        f"{engine.config.sequences} sequences at once"
+        f"engine: {deployment.dtype}, {_counted(deployment.num_stages, 'stage')} with {layers} "
+        f"layers, {running.loaded[0].kernels} kernels, "
+        f"cache for {running.num_blocks * block_size} tokens ({cache / 2**20:.0f} MiB a stage), "
+        f"at most {deployment.max_model_len} tokens a sequence, "
+        f"{deployment.max_num_seqs} sequences at once"
     )
 
 

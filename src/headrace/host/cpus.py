@@ -1,7 +1,6 @@
 """Which cores each stage of this machine runs on, and with how many OpenMP threads."""
 
 import itertools
-import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -9,7 +8,6 @@ from pathlib import Path
 
 from headrace.checks import shortened
 from headrace.errors import UsageError
-from headrace.host.control_groups import cpu_quota
 
 
 @dataclass(frozen=True)
@@ -20,17 +18,23 @@ class StageCpus:
     threads: int
 
 
-def stage_cpus(num_stages: int, threads: int | None, bind: str) -> list[StageCpus]:
+def stage_cpus(
+    num_stages: int,
+    threads: int | None,
+    bind: str,
+    *,
+    allowed: Collection[int],
+    cores: Collection[int],
+) -> list[StageCpus]:
     """Cores and threads of each stage, as --cpu-threads and --cpu-bind want them.
 
     threads: of each stage; None for one on each of its cores. bind: auto for disjoint shares of
-    what usable_cpus() finds; none for the threads of auto, not pinned; or each stage's cores, such
-    as "0-3|4-7". With more stages than cores, auto pins nothing. Raises UsageError for anything
-    else, and for cores that this process may not use.
+    the cores; none for the threads of auto, not pinned; or each stage's CPUs, such as "0-3|4-7".
+    With more stages than cores, auto pins nothing. cores: those that usable_cpus() finds worth a
+    thread each. Raises UsageError for anything else, and for CPUs that are not allowed.
     """
-    allowed = os.sched_getaffinity(0)
     if bind in ("auto", "none"):
-        shares = split_cpus(usable_cpus(allowed, cpu_quota()), num_stages)
+        shares = split_cpus(sorted(cores), num_stages)
     else:
         shares = parse_cpu_bind(bind, num_stages, allowed)
     return [

@@ -63,7 +63,7 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
         n=body.n or 1,
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        defaults=engine.running.sampling_defaults,
+        defaults=engine.running.deployment.model.sampling_defaults,
     )
     prompt = await encode_messages(
         service,
@@ -75,7 +75,7 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
     check_room(
         len(prompt),
         max_tokens,
-        engine.running.max_model_len,
+        engine.running.deployment.max_model_len,
         prompt_field="messages",
         field=field,
     )
@@ -84,7 +84,7 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
         params,
         report_shown=1,
         echoed=False,
-        max_model_len=engine.running.max_model_len,
+        max_model_len=engine.running.deployment.max_model_len,
         vocab_size=engine.running.engine.vocab_size,
         fields=fields,
     )
@@ -116,7 +116,7 @@ async def encode_messages(
             render_conversation,
             messages,
             running.tokenizer,
-            running.max_model_len,
+            running.deployment.max_model_len,
             add_generation_prompt,
             template_options or {},
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from headrace.deployment.launcher import RunningEngine
+from headrace.deployment.start import RunningEngine
 from headrace.sampling_params import SamplingParams
 from headrace.serving.metrics_engine import EngineState
 from headrace.serving.metrics_requests import RequestMetrics, RequestWatch

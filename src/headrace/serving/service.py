@@ -101,10 +101,11 @@ class Service:
         long whatever its tokens are."""
         running = self.ready().running
         encode = running.tokenizer.encode
-        if len(text) > running.max_model_len * self._longest_token:
+        limit = running.deployment.max_model_len
+        if len(text) > limit * self._longest_token:
             raise ApiError(
                 400,
-                f"{field}: {len(text)} characters do not fit into the {running.max_model_len} "
+                f"{field}: {len(text)} characters do not fit into the {limit} "
                 "tokens that a sequence may have (--max-model-len)",
                 param=field,
                 code="context_length_exceeded",

@@ -34,7 +34,7 @@ async def tokenize(service: Service, body: TokenizeBody) -> Tokenized:
     if body.return_token_strs:
         core = engine.running.tokenizer.core
         strings = [core.id_to_token(token) or "" for token in tokens]
-    return Tokenized(len(tokens), engine.running.max_model_len, tokens, strings)
+    return Tokenized(len(tokens), engine.running.deployment.max_model_len, tokens, strings)
 
 
 async def detokenize(service: Service, body: DetokenizeBody) -> Detokenized:

@@ -1,0 +1,170 @@
+"""Decides how a model is served on a machine: everything that can be known before a process runs.
+
+Nothing is started or allocated here. What is decided once is not worked out again: start.py carries
+it out, and everybody else reads it from the deployment.
+"""
+
+from dataclasses import dataclass
+
+from headrace.config import EngineConfig
+from headrace.deployment.cache_size import CacheLimit, check_max_model_len
+from headrace.deployment.machine import Machine
+from headrace.deployment.model import Model
+from headrace.deployment.partition import (
+    balanced_layers,
+    check_stage_count,
+    layer_costs,
+    parse_layer_partition,
+    stage_shares,
+)
+from headrace.engine.microbatch_count import window_of
+from headrace.errors import UsageError
+from headrace.host.cpus import StageCpus, stage_cpus
+from headrace.protocol.messages import LinkEmulation
+from headrace.protocol.model_config import ModelConfig, StageShare
+
+# Seconds for the stages to meet, which has nothing to do with how long a step may take.
+_START_TIMEOUT = 60.0
+# Seconds for which engine and stages may be paused together while a step is in flight.
+_PAUSE = 7 * 86_400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """How a model is served: what the user left open is decided, what was said stands in config.
+
+    shares, cpus: by stage. dtype: of weights, activations and cache, by its torch name.
+    max_model_len: positions of the longest sequence. max_num_seqs: slots, on every stage.
+    num_microbatches, window: at the start; most_microbatches, most_window: that there may ever be
+    (window: steps that are planned beyond the newest result). cache: what bounds it; how many
+    blocks that is turns out once the weights are loaded. start_timeout, link_timeout,
+    stall_timeout: seconds for the stages to meet, for a message over a link, and in which nothing
+    comes back from the stages, and none computes.
+    """
+
+    config: EngineConfig
+    model: Model
+    shares: tuple[StageShare, ...]
+    cpus: tuple[StageCpus, ...]
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    num_microbatches: int
+    most_microbatches: int
+    window: int
+    most_window: int
+    cache: CacheLimit
+    start_timeout: float
+    link_timeout: float
+    stall_timeout: float
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return len(self.shares)
+
+
+def resolve(config: EngineConfig, model: Model, machine: Machine) -> Deployment:
+    """Decide everything that follows from the user's settings, the model and the machine.
+
+    Raises UsageError for settings that do not fit the model or the machine, StartError for a
+    context that cannot fit its memory.
+    """
+    num_stages = config.pipeline_parallel_size
+    shares = _shares(config, model.config)
+    max_model_len = _max_model_len(config, model.config)
+    dtype = _dtype(config, model.config, machine)
+    cache = CacheLimit(
+        bytes_per_stage=config.kv_cache_bytes, share_of_free=config.gpu_memory_utilization
+    )
+    if model.synthetic is None:
+        check_max_model_len(
+            max_model_len,
+            _bytes_per_position(config, model.config, dtype),
+            cache,
+            machine.free_memory,
+        )
+    cpus = stage_cpus(
+        num_stages,
+        config.cpu_threads,
+        config.cpu_bind,
+        allowed=machine.allowed_cpus,
+        cores=machine.cores,
+    )
+    return Deployment(
+        config=config,
+        model=model,
+        shares=tuple(shares),
+        cpus=tuple(cpus),
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=config.sequences,
+        num_microbatches=config.microbatches,
+        most_microbatches=config.most_microbatches,
+        window=window_of(config.microbatches, num_stages),
+        most_window=config.window,
+        cache=cache,
+        start_timeout=max(_START_TIMEOUT, config.stall_timeout),
+        link_timeout=_link_timeout(config),
+        stall_timeout=_stall_timeout(config, model.config),
+    )
+
+
+def _shares(config: EngineConfig, model: ModelConfig) -> list[StageShare]:
+    num_stages = config.pipeline_parallel_size
+    check_stage_count(model.num_layers, num_stages)
+    if config.layer_partition is None:
+        return stage_shares(balanced_layers(model.num_layers, num_stages, layer_costs(model)))
+    return stage_shares(parse_layer_partition(config.layer_partition, model.num_layers, num_stages))
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    wanted = config.max_model_len
+    if config.block_size > (wanted or model.max_positions):
+        raise UsageError(
+            f"--block-size {config.block_size} is more than the {wanted or model.max_positions} "
+            "positions of the longest sequence"
+        )
+    if wanted is not None and wanted > model.max_positions:
+        raise UsageError(
+            f"--max-model-len {wanted} is more than the {model.max_positions} positions that the "
+            "model was made for"
+        )
+    return wanted or model.max_positions
+
+
+def _dtype(config: EngineConfig, model: ModelConfig, machine: Machine) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    fast = machine.computes_bfloat16 or machine.native_kernels
+    return "bfloat16" if model.dtype != "float32" and fast else "float32"
+
+
+def _bytes_per_position(config: EngineConfig, model: ModelConfig, dtype: str) -> int:
+    """What all stages together hold for each position of the longest sequence.
+
+    Keys and values, a stage's two rotation tables, and its share of the slots' block tables.
+    """
+    size = 4 if dtype == "float32" else 2
+    cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size
+    tables = 4 * model.head_dim + 8 * config.sequences // config.block_size
+    return cache + config.pipeline_parallel_size * tables
+
+
+def _stall_timeout(config: EngineConfig, model: ModelConfig) -> float:
+    """--stall-timeout, and what a step spends on emulated links at most."""
+    emulation = config.link_emulation or LinkEmulation()
+    message_s = 2 * emulation.latency_s
+    if emulation.bytes_per_s is not None:
+        largest = config.max_num_batched_tokens * model.hidden_size * 4
+        message_s += largest / emulation.bytes_per_s
+    return config.stall_timeout + config.pipeline_parallel_size * message_s
+
+
+def _link_timeout(config: EngineConfig) -> float:
+    """Seconds after which a stage gives up on a message by itself.
+
+    The engine, which knows what a step may take and what the others do, ends a stall long before.
+    So long, since a stage cannot tell that it was paused, and all others with it, overnight say.
+    """
+    return max(_PAUSE, 10 * config.stall_timeout)

@@ -1,0 +1,184 @@
+"""Carries a deployment out: starts its ranks, and an engine that has them as its pipeline."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from headrace.checkpoint.tokenizer import Tokenizer
+from headrace.config import EngineConfig
+from headrace.deployment.cache_size import choose_num_blocks
+from headrace.deployment.engine import new_engine
+from headrace.deployment.machine import read_machine
+from headrace.deployment.model import read_model
+from headrace.deployment.partition import layer_costs
+from headrace.deployment.resolve import Deployment, resolve
+from headrace.engine.engine import Engine
+from headrace.engine.step_cost import StepCost, prior_cost
+from headrace.host.memory import free_memory
+from headrace.pipeline.launch import StageProcesses, bind_master
+from headrace.protocol.messages import Loaded, Loading, StageConfig
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartWatch:
+    """What is called while an engine starts; whatever check and on_tokenizer raise ends the start.
+
+    on_progress: told how far the stages are. check: once a second or more often. on_tokenizer:
+    given the tokenizer while the stages load.
+    """
+
+    on_progress: Callable[[Loading], None] = lambda _: None
+    check: Callable[[], None] = lambda: None
+    on_tokenizer: Callable[[Tokenizer], None] = lambda _: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningEngine:
+    """An engine that is ready, and what only its start has shown.
+
+    loaded: what each stage said of its weights. num_blocks: of the cache, on every stage. load_s:
+    seconds that it all took.
+    """
+
+    engine: Engine
+    stages: StageProcesses
+    deployment: Deployment
+    tokenizer: Tokenizer
+    loaded: list[Loaded]
+    num_blocks: int
+    load_s: float
+
+
+def launch(config: EngineConfig, watch: StartWatch | None = None) -> RunningEngine:
+    """Read the model's files, decide everything and start the first epoch.
+
+    Raises UsageError, ModelError, StartError or PipelineError; no process is left behind then.
+    """
+    began = time.monotonic()
+    deployment = resolve(config, read_model(config), read_machine())
+    running = start(deployment, watch=watch)
+    return replace(running, load_s=time.monotonic() - began)
+
+
+def start(deployment: Deployment, epoch: int = 0, watch: StartWatch | None = None) -> RunningEngine:
+    """Bring up the stages and an engine for one epoch, and wait until they are ready.
+
+    Raises ModelError, StartError or PipelineError, and what watch raises; no process is left behind
+    then. May be called again, for another epoch.
+    """
+    began = time.monotonic()
+    watch = watch or StartWatch()
+    stages = _start_stages(deployment, epoch)
+    try:
+        # Meanwhile the stages load.
+        tokenizer = deployment.model.tokenizer()
+        watch.on_tokenizer(tokenizer)
+        loaded = stages.wait_loaded(watch.on_progress, watch.check)
+        for note in sorted({stage.note for stage in loaded if stage.note}):
+            _log.warning(note)
+        num_blocks = _reserve_cache(deployment, stages, loaded)
+        stages.allocate_cache(num_blocks, watch.on_progress, watch.check)
+        engine = new_engine(
+            deployment,
+            stages,
+            tokenizer,
+            num_blocks=num_blocks,
+            epoch=epoch,
+            priors=_priors(deployment, loaded),
+        )
+    except BaseException:
+        stages.close(drain=False)
+        raise
+    return RunningEngine(
+        engine=engine,
+        stages=stages,
+        deployment=deployment,
+        tokenizer=tokenizer,
+        loaded=loaded,
+        num_blocks=num_blocks,
+        load_s=time.monotonic() - began,
+    )
+
+
+def stage_config(
+    deployment: Deployment,
+    stage: int,
+    epoch: int = 0,
+    *,
+    master_port: int = 0,
+    store_fd: int | None = None,
+) -> StageConfig:
+    """What a stage is told first. master_port, store_fd: of the store where stages meet, the latter
+    on the first stage alone."""
+    config, model = deployment.config, deployment.model
+    return StageConfig(
+        epoch=epoch,
+        stage=stage,
+        num_stages=deployment.num_stages,
+        share=deployment.shares[stage],
+        model_path=str(model.files.path.resolve()),
+        model_kind=model.files.kind,
+        program=model.program(deployment.shares[stage]),
+        synthetic=model.synthetic,
+        dtype=deployment.dtype,
+        max_model_len=deployment.max_model_len,
+        max_num_seqs=deployment.max_num_seqs,
+        block_size=config.block_size,
+        window=deployment.most_window,
+        blocking_feedback=config.token_feedback == "blocking",
+        start_timeout=deployment.start_timeout,
+        link_timeout=deployment.link_timeout,
+        link_emulation=config.link_emulation,
+        master_addr=config.master_addr,
+        master_port=master_port,
+        store_fd=store_fd,
+    )
+
+
+def _start_stages(deployment: Deployment, epoch: int) -> StageProcesses:
+    config = deployment.config
+    if deployment.num_stages == 1:
+        # Nobody to meet: no address is needed.
+        return StageProcesses([stage_config(deployment, 0, epoch)], list(deployment.cpus))
+    with bind_master(config.master_addr, config.master_port) as master:
+        port, store_fd = master.getsockname()[1], master.fileno()
+        configs = [
+            stage_config(
+                deployment,
+                stage,
+                epoch,
+                master_port=port,
+                store_fd=store_fd if stage == 0 else None,
+            )
+            for stage in range(deployment.num_stages)
+        ]
+        return StageProcesses(configs, list(deployment.cpus))
+
+
+def _reserve_cache(deployment: Deployment, stages: StageProcesses, loaded: list[Loaded]) -> int:
+    """The number of cache blocks, which other engines then know of."""
+    bytes_per_block = [stage.cache_bytes_per_block for stage in loaded]
+    return stages.reserve_cache(
+        bytes_per_block,
+        lambda promised: choose_num_blocks(
+            bytes_per_block,
+            deployment.cache,
+            block_size=deployment.config.block_size,
+            max_model_len=deployment.max_model_len,
+            max_num_seqs=deployment.max_num_seqs,
+            free=free_memory(),
+            promised=promised,
+        ),
+    )
+
+
+def _priors(deployment: Deployment, loaded: list[Loaded]) -> list[StepCost]:
+    """What a step is taken to cost each stage, as long as none was measured."""
+    layer = layer_costs(deployment.model.config).layer
+    return [
+        prior_cost(stage.weight_bytes, layer * share.num_layers)
+        for share, stage in zip(deployment.shares, loaded, strict=True)
+    ]
