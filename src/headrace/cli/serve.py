@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable
 from typing import Annotated, Any
 
+import typer
+
 import headrace
 from headrace.async_llm import AsyncLLM
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.cli import options
+from headrace.cli.dry_run import print_deployment
 from headrace.cli.flags import all_flags, with_flags
 from headrace.config import EngineConfig
 from headrace.conversation import check_chats
@@ -33,6 +36,12 @@ def serve(
     *,
     server: Annotated[dict[str, Any], all_flags(ServerSettings)],
     engine: Annotated[dict[str, Any], all_flags(EngineConfig, without=("model",))],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --dry-run: print one JSON object.")
+    ] = False,
     debug: options.Debug = False,
 ) -> int:
     """Serve a model by OpenAI's API until SIGTERM, which lets running requests end."""
@@ -40,6 +49,11 @@ def serve(
     model = options.one_model("serve", model_tag, model)
     # A wrong value is told before anything else happens.
     config = EngineConfig(model=model, **engine)
+    if as_json and not dry_run:
+        raise UsageError("--json needs --dry-run: a server prints no JSON object")
+    if dry_run:
+        print_deployment(config, as_json=as_json)
+        return 0
     server["api_keys"] = _api_keys(server["api_keys"])
     server["served_model_names"] = server["served_model_names"] or (model,)
     settings = ServerSettings(

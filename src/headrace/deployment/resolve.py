@@ -22,6 +22,7 @@ from headrace.errors import UsageError
 from headrace.host.cpus import StageCpus, stage_cpus
 from headrace.protocol.messages import LinkEmulation
 from headrace.protocol.model_config import ModelConfig, StageShare
+from headrace.protocol.ranks import Ranks
 
 # Seconds for the stages to meet, which has nothing to do with how long a step may take.
 _START_TIMEOUT = 60.0
@@ -33,7 +34,7 @@ _PAUSE = 7 * 86_400.0
 class Deployment:
     """How a model is served: what the user left open is decided, what was said stands in config.
 
-    shares, cpus: by stage. dtype: of weights, activations and cache, by its torch name.
+    shares: by stage. cpus: by rank. dtype: of weights, activations and cache, by its torch name.
     max_model_len: positions of the longest sequence. max_num_seqs: slots, on every stage.
     num_microbatches, window: at the start; most_microbatches, most_window: that there may ever be
     (window: steps that are planned beyond the newest result). cache: what bounds it; how many
@@ -44,6 +45,7 @@ class Deployment:
 
     config: EngineConfig
     model: Model
+    ranks: Ranks
     shares: tuple[StageShare, ...]
     cpus: tuple[StageCpus, ...]
     dtype: str
@@ -61,7 +63,7 @@ class Deployment:
     @property
     def num_stages(self) -> int:
         """Stages of the pipeline."""
-        return len(self.shares)
+        return self.ranks.num_stages
 
 
 def resolve(config: EngineConfig, model: Model, machine: Machine) -> Deployment:
@@ -70,7 +72,8 @@ def resolve(config: EngineConfig, model: Model, machine: Machine) -> Deployment:
     Raises UsageError for settings that do not fit the model or the machine, StartError for a
     context that cannot fit its memory.
     """
-    num_stages = config.pipeline_parallel_size
+    # Tensor parallelism is still to come: a stage is one process.
+    ranks = Ranks(config.pipeline_parallel_size, num_shards=1)
     shares = _shares(config, model.config)
     max_model_len = _max_model_len(config, model.config)
     dtype = _dtype(config, model.config, machine)
@@ -85,7 +88,7 @@ def resolve(config: EngineConfig, model: Model, machine: Machine) -> Deployment:
             machine.free_memory,
         )
     cpus = stage_cpus(
-        num_stages,
+        ranks.count,
         config.cpu_threads,
         config.cpu_bind,
         allowed=machine.allowed_cpus,
@@ -94,6 +97,7 @@ def resolve(config: EngineConfig, model: Model, machine: Machine) -> Deployment:
     return Deployment(
         config=config,
         model=model,
+        ranks=ranks,
         shares=tuple(shares),
         cpus=tuple(cpus),
         dtype=dtype,
@@ -101,7 +105,7 @@ def resolve(config: EngineConfig, model: Model, machine: Machine) -> Deployment:
         max_num_seqs=config.sequences,
         num_microbatches=config.microbatches,
         most_microbatches=config.most_microbatches,
-        window=window_of(config.microbatches, num_stages),
+        window=window_of(config.microbatches, ranks.num_stages),
         most_window=config.window,
         cache=cache,
         start_timeout=max(_START_TIMEOUT, config.stall_timeout),

@@ -1,0 +1,36 @@
+"""Ranks: the processes of a pipeline. Each is a stage and a shard of it."""
+
+import msgspec
+
+
+class Ranks(msgspec.Struct, frozen=True, array_like=True):
+    """How many there are, and how they are numbered: the shards of a stage side by side.
+
+    Costs and plans are those of stages; whatever means a process names a rank. A stage has one
+    shard until there is tensor parallelism, and then both numbers are the same.
+    """
+
+    num_stages: int
+    num_shards: int = 1
+
+    @property
+    def count(self) -> int:
+        """Ranks in all."""
+        return self.num_stages * self.num_shards
+
+    def number(self, stage: int, shard: int = 0) -> int:
+        """The rank of a stage's shard."""
+        return stage * self.num_shards + shard
+
+    def stage_of(self, rank: int) -> int:
+        """The stage that the rank belongs to."""
+        return rank // self.num_shards
+
+    def shard_of(self, rank: int) -> int:
+        """Which shard of its stage the rank is."""
+        return rank % self.num_shards
+
+    def name(self, rank: int) -> str:
+        """What people call the rank: its stage, and its shard where a stage has several."""
+        stage = f"stage {self.stage_of(rank)}"
+        return stage if self.num_shards == 1 else f"{stage} shard {self.shard_of(rank)}"
