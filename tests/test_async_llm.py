@@ -61,7 +61,7 @@ def test_every_output_is_everything_so_far(
         assert tokens == expected["one"][: len(tokens)]
     whole = outputs[-1].outputs[0]
     assert whole.token_ids == expected["one"]
-    assert whole.text == engine.running.tokenizer.decode(whole.token_ids)
+    assert whole.text == engine.tokenizer.decode(whole.token_ids)
     assert len(whole.token_times_s) == 12
     assert outputs[-1].prompt == "one"
 
@@ -291,7 +291,7 @@ def test_a_dead_stage_ends_every_stream_with_its_error(model: str) -> None:
             streams = [engine.generate(prompt, ENDLESS) for prompt in PROMPTS]
             for stream in streams:
                 await anext(stream)
-            os.kill(engine.running.stages._stages[1].process.pid, signal.SIGKILL)
+            os.kill(engine._running.stages._stages[1].process.pid, signal.SIGKILL)
             for stream in streams:
                 with pytest.raises(PipelineError, match=r"stage 1 .* was killed by signal 9"):
                     await last_of(stream)
@@ -303,7 +303,7 @@ def test_a_dead_stage_ends_every_stream_with_its_error(model: str) -> None:
 
 def test_a_forgotten_engine_ends_its_stages(tmp_path: Path, model: str) -> None:
     engine = AsyncLLM(model)
-    processes = [stage.process for stage in engine.running.stages._stages]
+    processes = [stage.process for stage in engine._running.stages._stages]
     del engine
     gc.collect()
     assert all(process.poll() is not None for process in processes)
@@ -314,7 +314,7 @@ def test_a_forgotten_engine_ends_its_stages(tmp_path: Path, model: str) -> None:
 def test_a_pipeline_that_cannot_even_be_closed_leaves_no_reader_waiting(model: str) -> None:
     async def run() -> None:
         engine = AsyncLLM(model)
-        stages = engine.running.stages
+        stages = engine._running.stages
         stream = engine.generate("one", ENDLESS)
         await anext(stream)
         close, broken = stages.close, OSError("no")
@@ -335,7 +335,7 @@ def test_a_pipeline_that_cannot_even_be_closed_leaves_no_reader_waiting(model: s
 def test_long_lists_are_made_ready_beside_both_the_loop_and_the_engine(
     engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running, threads = engine.running.engine, []
+    running, threads = engine._running.engine, []
     prepare = running.prepare
 
     def watched(params: SamplingParams) -> Prepared:

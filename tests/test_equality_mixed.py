@@ -104,7 +104,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
         enable_prefix_caching=False,
         cpu_threads=None if MODEL else 1,
     ) as llm:
-        requests = mixed_requests(llm.running.engine.vocab_size)
+        requests = mixed_requests(llm._running.engine.vocab_size)
         outputs = [llm.generate([r.prompt], r.params)[0] for r in requests]
     size = SMOLLM2_POSITION_BYTES if MODEL else TINY_POSITION_BYTES
     return Alone(model, size, requests, outputs)
@@ -189,7 +189,7 @@ def test_mixed_requests_give_what_each_gives_alone(
         link_latency_ms=3.0 if (stages, chunk) == (2, 512) else 0.0,
     ) as engine:
         outputs = asyncio.run(together(engine, alone.requests))
-        scheduler = engine.running.engine.scheduler
+        scheduler = engine._running.engine.scheduler
     for request, expected, output in zip(alone.requests, alone.outputs, outputs, strict=True):
         (whole,), (got,) = expected.outputs, output.outputs
         if request.abort_after is None:

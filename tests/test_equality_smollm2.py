@@ -47,7 +47,7 @@ def test_float32_tokens_equal_transformers(
 def test_bfloat16_chat_knows_the_capital_of_france() -> None:
     with LLM("smollm2", dtype="bfloat16", pipeline_parallel_size=2, max_model_len=512) as llm:
         question = [{"role": "user", "content": "What is the capital of France?"}]
-        prompt = tokenized_chat(question, llm.running.tokenizer, 1000).token_ids
+        prompt = tokenized_chat(question, llm.tokenizer, 1000).token_ids
         answer = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=32))[0]
     assert "Paris" in answer.outputs[0].text
     assert answer.outputs[0].finish_reason == "stop"

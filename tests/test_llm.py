@@ -34,7 +34,7 @@ def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:
 
 
 def test_text_and_token_prompts_are_the_same(llm: LLM) -> None:
-    ids = llm.running.tokenizer.encode("hello")
+    ids = llm.tokenizer.encode("hello")
     text, tokens = llm.generate("hello", GREEDY)[0], llm.generate(ids, GREEDY)[0]
     assert tokens.prompt is None
     for same in ({"prompt": "hello"}, {"prompt_token_ids": ids}):
@@ -43,7 +43,7 @@ def test_text_and_token_prompts_are_the_same(llm: LLM) -> None:
         assert again.prompt == same.get("prompt")
     assert text.prompt_token_ids == tokens.prompt_token_ids == ids
     assert text.outputs[0].token_ids == tokens.outputs[0].token_ids
-    assert text.outputs[0].text == llm.running.tokenizer.decode(text.outputs[0].token_ids)
+    assert text.outputs[0].text == llm.tokenizer.decode(text.outputs[0].token_ids)
 
 
 def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
@@ -71,11 +71,11 @@ def test_streamed_deltas_add_up_to_the_answer(llm: LLM) -> None:
 
 def test_a_stream_left_early_frees_its_slot_and_blocks(llm: LLM) -> None:
     llm.settle()
-    before = llm.running.engine.scheduler.free_blocks
+    before = llm._running.engine.scheduler.free_blocks
     for _ in llm.stream("leave", GREEDY):
         break
     llm.settle()
-    assert llm.running.engine.scheduler.free_blocks == before
+    assert llm._running.engine.scheduler.free_blocks == before
     assert len(llm.generate("again", GREEDY)[0].outputs[0].token_ids) == 12
 
 
@@ -159,7 +159,7 @@ def test_a_dead_stage_is_blamed_even_if_its_neighbours_are_heard_first(
     with LLM(str(model), pipeline_parallel_size=4) as llm:
         deltas = llm.stream("x", SamplingParams(max_tokens=100, ignore_eos=True))
         next(deltas)
-        stages = [stage.process for stage in llm.running.stages._stages]
+        stages = [stage.process for stage in llm._running.stages._stages]
         stages[victim].kill()
         # The others notice, and end before anybody looks.
         for neighbour in (stages[victim - 1], stages[victim + 1]):
@@ -172,11 +172,11 @@ def test_an_interrupt_inside_the_engine_closes_it_cleanly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(str(write_tiny_gguf(tmp_path / "tiny.gguf"))) as llm:
-        receive = llm.running.stages.receive
-        monkeypatch.setattr(llm.running.stages, "receive", _interrupt)
+        receive = llm._running.stages.receive
+        monkeypatch.setattr(llm._running.stages, "receive", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.generate("hello", GREEDY)
-        monkeypatch.setattr(llm.running.stages, "receive", receive)
+        monkeypatch.setattr(llm._running.stages, "receive", receive)
         with pytest.raises(UsageError, match="closed"):
             llm.generate("hello", GREEDY)
 

@@ -75,7 +75,7 @@ def test_logprobs_of_outputs_and_prompt_are_those_of_transformers(llm: LLM, refe
         assert report is not None
         check_logprobs(report, logits[place], PROMPT[place + 1], 2)
     assert rest[0] is not None
-    assert rest[0][PROMPT[1]].decoded_token == llm.running.tokenizer.decode([PROMPT[1]])
+    assert rest[0][PROMPT[1]].decoded_token == llm.tokenizer.decode([PROMPT[1]])
 
 
 def test_logprobs_of_the_whole_vocabulary_where_they_are_allowed(checkpoint: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_stop_string_across_token_borders_ends_the_text(llm: LLM, include: boo
     assert answer.text == free.text[: cut + len(stop) * include]
     assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
     assert answer.token_ids == free.token_ids[: len(answer.token_ids)]
-    assert stop in llm.running.tokenizer.decode(answer.token_ids)
+    assert stop in llm.tokenizer.decode(answer.token_ids)
 
 
 def test_a_stop_token_ends_the_tokens_but_not_the_text(llm: LLM) -> None:
@@ -165,7 +165,7 @@ def test_a_stop_token_ends_the_tokens_but_not_the_text(llm: LLM) -> None:
         assert answer.token_ids == free.token_ids[:length]
         assert (answer.finish_reason, answer.stop_reason) == ("stop", token)
         shown = answer.token_ids if include else answer.token_ids[:-1]
-        assert answer.text == llm.running.tokenizer.decode(shown)
+        assert answer.text == llm.tokenizer.decode(shown)
 
 
 def test_min_tokens_puts_off_every_end(llm: LLM) -> None:
@@ -177,7 +177,7 @@ def test_min_tokens_puts_off_every_end(llm: LLM) -> None:
 
 
 def test_bad_words_never_come(llm: LLM) -> None:
-    encode = llm.running.tokenizer.encode
+    encode = llm.tokenizer.encode
     free = llm.generate([PROMPT], SamplingParams(**GREEDY))[0].outputs[0]
     bad = sorted(text for text in {*free.text} if text.isascii() and text.isprintable())
     answer = llm.generate([PROMPT], SamplingParams(**GREEDY, bad_words=bad))[0].outputs[0]

@@ -66,7 +66,7 @@ def test_threads_that_share_an_llm_are_each_given_their_own(llm: LLM) -> None:
     gc.collect()
     llm.settle()
     assert len(seen) == 20
-    assert llm.running.engine.scheduler.idle
+    assert llm._running.engine.scheduler.idle
     assert llm._arrived == {}
 
 
@@ -102,8 +102,8 @@ def test_one_batch_in_another_thread_may_be_refused_without_harm(llm: LLM) -> No
 def test_a_stream_that_the_collector_ends_does_not_disturb_a_step(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receive = llm.running.stages.receive
-    abort = llm.running.engine.abort
+    receive = llm._running.stages.receive
+    abort = llm._running.engine.abort
     in_step = False
 
     def collect_and_receive(timeout_s: float) -> list[Result | Report]:
@@ -120,11 +120,11 @@ def test_a_stream_that_the_collector_ends_does_not_disturb_a_step(
 
     forgotten = [llm.stream("forgotten", ENDLESS)]
     next(forgotten[0])
-    monkeypatch.setattr(llm.running.stages, "receive", collect_and_receive)
-    monkeypatch.setattr(llm.running.engine, "abort", watched_abort)
+    monkeypatch.setattr(llm._running.stages, "receive", collect_and_receive)
+    monkeypatch.setattr(llm._running.engine, "abort", watched_abort)
     assert len(tokens(llm, "one")) == 12
     llm.settle()
-    assert llm.running.engine.scheduler.idle
+    assert llm._running.engine.scheduler.idle
 
 
 def test_closing_in_another_thread_ends_what_runs_with_a_usage_error(model: str) -> None:
@@ -149,8 +149,8 @@ def test_an_interrupt_in_one_thread_ends_the_others_and_is_told_to_them(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(model)
-    stages = [stage.process for stage in llm.running.stages._stages]
-    receive = llm.running.stages.receive
+    stages = [stage.process for stage in llm._running.stages._stages]
+    receive = llm._running.stages.receive
 
     def interrupted(timeout_s: float) -> list[Result | Report]:
         if threading.current_thread() is threading.main_thread():
@@ -165,7 +165,7 @@ def test_an_interrupt_in_one_thread_ends_the_others_and_is_told_to_them(
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(other)
         begun.wait()
-        monkeypatch.setattr(llm.running.stages, "receive", interrupted)
+        monkeypatch.setattr(llm._running.stages, "receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate("two", GREEDY)
         with pytest.raises(UsageError, match="closed, by KeyboardInterrupt"):
@@ -177,12 +177,12 @@ def test_an_interrupt_while_a_request_is_taken_on_ends_the_stages(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(model) as llm:
-        stages = [stage.process for stage in llm.running.stages._stages]
+        stages = [stage.process for stage in llm._running.stages._stages]
 
         def interrupted(sequence: Sequence) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(llm.running.engine.scheduler, "add", interrupted)
+        monkeypatch.setattr(llm._running.engine.scheduler, "add", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate("two", GREEDY)
         assert all(process.poll() is not None for process in stages)

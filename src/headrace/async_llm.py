@@ -10,9 +10,12 @@ from typing import Any
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.checks import check_type
 from headrace.config import EngineConfig
-from headrace.deployment.start import RunningEngine, StartWatch, launch
+from headrace.deployment.model_card import ModelCard
+from headrace.deployment.start import StartWatch, launch
+from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.outputs import OutputDelta, OutputGatherer, RequestOutput
 from headrace.engine.prepared import Prepared
+from headrace.engine.snapshot import EngineSnapshot
 from headrace.engine_thread import EngineThread, Submission
 from headrace.errors import HeadraceError, UsageError
 from headrace.prompts import Prompt, as_params, as_prompts
@@ -46,8 +49,12 @@ class AsyncLLM:
     ) -> None:
         self.config = EngineConfig.of("AsyncLLM", model, settings)
         watch = StartWatch(on_progress=on_progress, check=check, on_tokenizer=on_tokenizer)
-        self.running: RunningEngine = launch(self.config, watch)
-        self._thread = EngineThread(self.running)
+        self._running = launch(self.config, watch)
+        self.card: ModelCard = self._running.card
+        self.tokenizer: Tokenizer = self._running.tokenizer
+        self.detokenizer: Detokenizer = self._running.engine.detokenizer
+        self.reader: Detokenizer = self._running.engine.reader
+        self._thread = EngineThread(self._running)
         self._named: dict[str, Submission] = {}
         self._numbers = itertools.count()
         # The thread must not keep this object alive, or nothing would ever close it.
@@ -70,7 +77,7 @@ class AsyncLLM:
         """
         check_type("request_id", request_id, str | None)
         (params,) = as_params(sampling_params, 1, self.get_default_sampling_params())
-        (tokenized,) = as_prompts([prompt], self.running.tokenizer)
+        (tokenized,) = as_prompts([prompt], self.tokenizer)
         prepared = await self._prepare(params)
         request = Submission(
             self._thread, [tokenized.token_ids], prepared, priority, tokenized.salt
@@ -83,7 +90,7 @@ class AsyncLLM:
         else:
             raise UsageError(f"request_id {request_id!r} is running already: choose another")
         gatherer = OutputGatherer(
-            name, tokenized.text, tokenized.token_ids, params, self.running.engine.reader.text_of
+            name, tokenized.text, tokenized.token_ids, params, self.reader.text_of
         )
         try:
             self._thread.add(request)
@@ -98,7 +105,12 @@ class AsyncLLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What holds where no SamplingParams are given: the model's own defaults, if it has some
         and generation_config is auto."""
-        return SamplingParams(**self.running.deployment.model.sampling_defaults)
+        return SamplingParams(**self.card.sampling_defaults)
+
+    @property
+    def snapshot(self) -> EngineSnapshot:
+        """The engine's newest figures, for any thread."""
+        return self._running.engine.snapshot
 
     async def submit(
         self,
@@ -129,7 +141,7 @@ class AsyncLLM:
 
     async def _prepare(self, params: SamplingParams) -> Prepared:
         """For the engine; long lists beside the event loop."""
-        prepare = self.running.engine.prepare
+        prepare = self._running.engine.prepare
         texts = (*params.stop, *params.bad_words)
         if len(texts) > _MANY_TEXTS or sum(map(len, texts)) > _MANY_CHARACTERS:
             return await asyncio.to_thread(prepare, params)
@@ -149,14 +161,14 @@ class AsyncLLM:
 
     async def ended(self) -> HeadraceError:
         """Wait until no request is taken any more, and return why."""
-        self.running.stages.check_owner()
+        self._running.stages.check_owner()
         # Shielded, since a waiter that is cancelled would cancel the others' future.
         return await asyncio.shield(asyncio.wrap_future(self._thread.ended))
 
     def close(self) -> None:
         """Abort what runs and end the stages; waits until they have ended. Raises UsageError in a
         fork of the process that made it."""
-        self.running.stages.check_owner()
+        self._running.stages.check_owner()
         self._thread.close()
 
     def __enter__(self) -> "AsyncLLM":

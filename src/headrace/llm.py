@@ -9,11 +9,14 @@ from types import TracebackType
 from typing import Any
 
 from headrace.checkpoint.chat_template import Message
+from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.checks import check_type
 from headrace.config import EngineConfig
+from headrace.deployment.model_card import ModelCard
 from headrace.deployment.start import RunningEngine, StartWatch, launch
 from headrace.engine.outputs import OutputDelta, OutputGatherer, RequestOutput
 from headrace.engine.prepared import Prepared
+from headrace.engine.snapshot import EngineSnapshot
 from headrace.errors import PipelineError, UsageError
 from headrace.progress import batch_progress
 from headrace.prompts import (
@@ -50,7 +53,9 @@ class LLM:
         **settings: Any,
     ) -> None:
         self.config = EngineConfig.of("LLM", model, settings)
-        self.running: RunningEngine = launch(self.config, StartWatch(on_progress=on_progress))
+        self._running = launch(self.config, StartWatch(on_progress=on_progress))
+        self.card: ModelCard = self._running.card
+        self.tokenizer: Tokenizer = self._running.tokenizer
         # Of each open request: what arrived and was not taken yet by its reader, who may read more
         # than one.
         self._arrived: dict[int, deque[OutputDelta]] = {}
@@ -60,7 +65,7 @@ class LLM:
         # Whoever uses engine or stages holds it. Reentrant, since a signal's handler may close.
         self._lock = threading.RLock()
         self._waiting: set[int] = set()
-        self._end_stages = weakref.finalize(self, _end, self.running, self._lock)
+        self._end_stages = weakref.finalize(self, _end, self._running, self._lock)
         self._ended_by = "close()"
 
     def generate(
@@ -80,7 +85,7 @@ class LLM:
         for a request that can never run, PipelineError if the pipeline breaks. An error or
         interrupt inside the engine closes this LLM.
         """
-        batch = as_prompts(prompts, self.running.tokenizer)
+        batch = as_prompts(prompts, self.tokenizer)
         return self._complete(batch, sampling_params, use_tqdm, priority)
 
     def chat(
@@ -103,13 +108,13 @@ class LLM:
         check_type("add_generation_prompt", add_generation_prompt, bool)
         check_type("chat_template_kwargs", chat_template_kwargs, Mapping[str, Any] | None)
         conversations = as_conversations(messages)
-        running, batch = self.running, []
+        batch = []
         for number, chat in enumerate(conversations):
             try:
                 prompt = tokenized_chat(
                     chat,
-                    running.tokenizer,
-                    running.deployment.max_model_len,
+                    self.tokenizer,
+                    self.card.max_model_len,
                     add_generation_prompt,
                     chat_template_kwargs or {},
                 )
@@ -129,7 +134,7 @@ class LLM:
 
         Several streams may be open at once, and generate() may run meanwhile.
         """
-        (tokenized,) = as_prompts([prompt], self.running.tokenizer)
+        (tokenized,) = as_prompts([prompt], self.tokenizer)
         (params,) = as_params(sampling_params, 1, self.get_default_sampling_params())
         arrived: deque[OutputDelta] = deque()
         request_id = self._add(tokenized, params, priority, arrived)
@@ -146,7 +151,12 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What holds where no SamplingParams are given: the model's own defaults, if it has some
         and generation_config is auto."""
-        return SamplingParams(**self.running.deployment.model.sampling_defaults)
+        return SamplingParams(**self.card.sampling_defaults)
+
+    @property
+    def snapshot(self) -> EngineSnapshot:
+        """The engine's newest figures."""
+        return self._running.engine.snapshot
 
     def settle(self) -> None:
         """Run until nothing is in flight and every stage's report is in."""
@@ -155,7 +165,7 @@ class LLM:
             self._make_way()
             with self._lock:
                 self._abort_dropped()
-                if self.running.engine.settled:
+                if self._running.engine.settled:
                     return
                 self._step()
 
@@ -170,8 +180,8 @@ class LLM:
         with self._lock:
             self._waiting.discard(threading.get_ident())
             self._check_open()
-            timelines = self.running.stages.timelines(last, _SHOW_TIMEOUT)
-        if len(timelines) < len(self.running.deployment.shares):
+            timelines = self._running.stages.timelines(last, _SHOW_TIMEOUT)
+        if len(timelines) < len(self.card.stages):
             raise PipelineError(f"not every stage showed its time line within {_SHOW_TIMEOUT:g} s")
         return timelines
 
@@ -181,13 +191,13 @@ class LLM:
         What other threads wait for ends with UsageError, and so does this in a fork of the process
         that made it.
         """
-        self.running.stages.check_owner()
+        self._running.stages.check_owner()
         self._ask_for_engine()
         with self._lock:
             self._waiting.discard(threading.get_ident())
             if self._end_stages.alive:
                 try:
-                    self.running.stages.close(drain=True)
+                    self._running.stages.close(drain=True)
                 finally:
                     self._end_stages()
 
@@ -200,7 +210,7 @@ class LLM:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None and self.running.stages.owned:
+        if kind is None and self._running.stages.owned:
             self.close()
         else:
             self._end_stages()
@@ -226,7 +236,7 @@ class LLM:
                 choice = params[number]
                 try:
                     if id(choice) not in prepared:
-                        prepared[id(choice)] = self.running.engine.prepare(choice)
+                        prepared[id(choice)] = self._running.engine.prepare(choice)
                     request_id = self._add(
                         prompt, prepared[id(choice)], priorities[number], arrived
                     )
@@ -239,7 +249,7 @@ class LLM:
                     prompt.text,
                     prompt.token_ids,
                     choice,
-                    self.running.engine.reader.text_of,
+                    self._running.engine.reader.text_of,
                 )
             unfinished = sum(choice.n for choice in params)
             with batch_progress(unfinished, shown=use_tqdm) as progress:
@@ -268,7 +278,7 @@ class LLM:
             self._waiting.discard(threading.get_ident())
             self._check_open()
             try:
-                request_id = self.running.engine.add(
+                request_id = self._running.engine.add(
                     prompt.token_ids, params, priority, prompt.salt
                 )
                 self._arrived[request_id] = reader
@@ -287,7 +297,7 @@ class LLM:
 
     def _abort_dropped(self) -> None:
         while self._dropped:
-            self.running.engine.abort(self._dropped.popleft())
+            self._running.engine.abort(self._dropped.popleft())
 
     def _wait_for_news(self, reader: deque[OutputDelta]) -> None:
         """Until something arrived for the reader, whichever thread has the engine meanwhile."""
@@ -303,7 +313,7 @@ class LLM:
     def _ask_for_engine(self) -> None:
         """Have a thread that waits for the stages let go of the engine."""
         self._waiting.add(threading.get_ident())
-        self.running.stages.wake()
+        self._running.stages.wake()
 
     def _make_way(self) -> None:
         """Let one of the threads have the engine that wait for it: a lock alone is not fair."""
@@ -317,7 +327,7 @@ class LLM:
         self._check_open()
         try:
             self._abort_dropped()
-            deltas = self.running.engine.step()
+            deltas = self._running.engine.step()
         except BaseException as error:
             # Also an interrupt: it may have come between two ranks' copies of one plan.
             self._give_up(error)
@@ -333,7 +343,7 @@ class LLM:
         self._end_stages()
 
     def _check_open(self) -> None:
-        self.running.stages.check_owner()
+        self._running.stages.check_owner()
         if not self._end_stages.alive:
             raise UsageError(f"this LLM is closed, by {self._ended_by}: make another")
 

@@ -38,7 +38,7 @@ def directory(path: Path, **fields: Any) -> Path:
 
 
 def end_tokens(llm: LLM) -> set[int]:
-    return set(llm.running.engine.scheduler.config.eos_token_ids)
+    return set(llm._running.engine.scheduler.config.eos_token_ids)
 
 
 @pytest.mark.parametrize(

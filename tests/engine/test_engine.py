@@ -106,7 +106,7 @@ def test_a_request_runs_to_its_end_and_reports_add_up() -> None:
         (request, 3, None),
         (request, 3, "length"),
     ]
-    usage = target.usage[0]
+    usage = target.snapshot.stages[0]
     assert usage.busy_s == 0.75 * (usage.newest_step + 1)
     assert usage.peak_memory_bytes == 99
     assert target.settled
@@ -167,7 +167,7 @@ def test_a_report_that_never_comes_is_a_stall_too() -> None:
 def test_a_stage_that_computes_is_asked_again_only_when_its_time_is_over() -> None:
     pipeline = Pipeline(silent=True, computing=50.0)
     target, clock = waiting(pipeline)
-    target.costs[0].add(StepWork(1, 1, 1), 0.1)
+    target._fits[0].add(StepWork(1, 1, 1), 0.1)
     target.step(60.0)
     target.step(109.9 - clock.now)
     assert pipeline.asked == 1
@@ -180,7 +180,7 @@ def test_work_that_was_never_measured_has_all_the_time_it_needs(
 ) -> None:
     pipeline = Pipeline(silent=True, computing=0.0)
     target, clock = waiting(pipeline)
-    target.costs[0].add(StepWork(0, 0, 0), 0.1)
+    target._fits[0].add(StepWork(0, 0, 0), 0.1)
     while clock.now < 3600.0:
         target.step()
     assert "stage 0 has computed step 0 for 60 s: it is the first of its kind" in caplog.text
@@ -189,7 +189,7 @@ def test_work_that_was_never_measured_has_all_the_time_it_needs(
     # Measured by now, so its like is judged.
     target.add([1], SamplingParams(max_tokens=1))
     pipeline.silent, pipeline.computing = True, clock.now
-    target.costs[0].add(StepWork(1, 1, 1), 0.5)
+    target._fits[0].add(StepWork(1, 1, 1), 0.5)
     with pytest.raises(StallError):
         target.step(60.0)
 
@@ -306,7 +306,7 @@ def test_costs_are_learnt_from_reports_and_given_to_the_scheduler() -> None:
     run(target)
     # Each step took 0.75 s by its reports.
     work = StepWork(1, 10, 1)
-    assert target.costs[0].cost.seconds(work) == pytest.approx(0.75, rel=0.05)
+    assert target.snapshot.costs[0].seconds(work) == pytest.approx(0.75, rel=0.05)
     assert target.scheduler.cost.seconds(work) == pytest.approx(0.75, rel=0.05)
     assert not target._works
 

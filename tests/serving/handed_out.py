@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -42,13 +43,10 @@ class HandedOut:
         virtual = launch_virtual(EngineConfig(model="synthetic:1+0"))
         self.error = None
         self.config = cast(Any, type("Config", (), {"sequences": SLOTS}))
-        running = {
-            "engine": virtual.engine,
-            "tokenizer": synthetic_tokenizer(),
-            "max_model_len": 8192,
-            "sampling_defaults": {},
-        }
-        self.running = cast(Any, type("Running", (), running))
+        self.card = replace(virtual.card, max_model_len=8192)
+        self.tokenizer = synthetic_tokenizer()
+        self.snapshot = virtual.engine.snapshot
+        self.detokenizer, self.reader = virtual.engine.detokenizer, virtual.engine.reader
         self.submissions: list[Submission] = []
         self.aborted: list[Submission] = []
 

@@ -150,8 +150,8 @@ def test_texts_and_tokens_are_turned_into_each_other(http: httpx.Client, llm: LL
     text = "Ünïcödé 東京 <end>"
     body = {"model": MODEL, "prompt": text, "return_token_strs": True}
     answer = http.post("/tokenize", json=body).raise_for_status().json()
-    core = llm.running.tokenizer.core
-    assert answer["tokens"] == llm.running.tokenizer.encode(text)
+    core = llm.tokenizer.core
+    assert answer["tokens"] == llm.tokenizer.encode(text)
     assert answer["token_strs"] == [core.id_to_token(token) for token in answer["tokens"]]
     body = {"model": MODEL, "tokens": answer["tokens"]}
     answer = http.post("/detokenize", json=body).raise_for_status().json()
@@ -199,7 +199,7 @@ def test_log_probabilities_of_the_whole_vocabulary_where_they_are_allowed(client
 
 def test_the_bytes_of_tokens_add_up_to_the_text(client: OpenAI, llm: LLM) -> None:
     # Tokens are bytes here, so a character takes two of them.
-    biased = dict.fromkeys(llm.running.tokenizer.encode("é"), 100.0)
+    biased = dict.fromkeys(llm.tokenizer.encode("é"), 100.0)
     (choice,) = chat(
         client, USER, seed=1, max_tokens=20, logit_bias=biased, logprobs=True, top_logprobs=2
     ).choices

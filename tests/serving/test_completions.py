@@ -212,7 +212,7 @@ def beginnings(llm: LLM, prompt: list[int], answer: list[int]) -> list[int]:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     found, length = [], 0
     for place, token in enumerate([*prompt, *answer]):
-        content = str(llm.running.tokenizer.core.id_to_token(token))
+        content = str(llm.tokenizer.core.id_to_token(token))
         data = bytes(byte_of[letter] for letter in content)
         if place >= len(prompt) and token == END_TOKEN:
             data = b""
@@ -318,7 +318,7 @@ def test_echo_begins_with_the_prompt_and_its_log_probabilities(
 
 
 def decode(llm: LLM, tokens: list[int]) -> str:
-    return str(llm.running.tokenizer.core.decode(tokens, skip_special_tokens=False))
+    return str(llm.tokenizer.core.decode(tokens, skip_special_tokens=False))
 
 
 def join(client: OpenAI, params: dict[str, Any]) -> list[CompletionChoice]:

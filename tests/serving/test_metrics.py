@@ -6,19 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.config import EngineConfig
-from headrace.deployment.start import RunningEngine
 from headrace.deployment.virtual import launch_virtual
 from headrace.engine.engine import Engine
 from headrace.engine.outputs import OutputDelta
 from headrace.engine.request import FinishReason
+from headrace.engine.stage_usage import StageUsage
 from headrace.sampling_params import SamplingParams
 from headrace.serving.metrics import ServerMetrics
 from headrace.serving.metrics_requests import RequestWatch
@@ -190,8 +191,7 @@ def served() -> Served:
     )
     virtual = launch_virtual(config)
     metrics = ServerMetrics("m", lambda: virtual.clock.now)
-    # All that the metrics look at is the engine.
-    metrics.attach(cast(RunningEngine, virtual))
+    metrics.attach(virtual.card, lambda: virtual.engine.snapshot)
     return Served(virtual.engine, metrics)
 
 
@@ -241,13 +241,15 @@ def test_stages_show_how_long_they_computed_and_waited(served: Served) -> None:
 def test_the_busy_fraction_is_of_the_last_ten_seconds() -> None:
     now = 0.0
     metrics = ServerMetrics("m", lambda: now)
-    engine = launch_virtual(EngineConfig(model="synthetic:2+0")).engine
-    metrics.attach(cast(RunningEngine, type("Running", (), {"engine": engine})))
-    fractions = []
+    virtual = launch_virtual(EngineConfig(model="synthetic:2+0"))
+    snapshot = virtual.engine.snapshot
+    metrics.attach(virtual.card, lambda: snapshot)
+    fractions, busy_s = [], 0.0
     for second in range(1, 41):
         now = float(second)
         # Busy half of the time, then not at all.
-        engine.usage[0].busy_s += 0.5 if second <= 20 else 0.0
+        busy_s += 0.5 if second <= 20 else 0.0
+        snapshot = msgspec.structs.replace(snapshot, stages=(StageUsage(busy_s=busy_s),))
         metrics.sample()
         fractions.append(shown(metrics)["stage_busy_fraction stage=0"])
     assert fractions[:20] == [0.5] * 20

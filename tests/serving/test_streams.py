@@ -67,7 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_the_pieces_of_a_stream_are_the_whole_answer(client: OpenAI, llm: LLM, name: str) -> None:
     params = {**CASES[name], "seed": 11}
     if name.startswith("characters"):
-        params["logit_bias"] = dict.fromkeys(llm.running.tokenizer.encode("é"), 100.0)
+        params["logit_bias"] = dict.fromkeys(llm.tokenizer.encode("é"), 100.0)
     for kind in ("completion", "chat"):
         if name.startswith("stop string"):
             params.pop("stop", None)

@@ -5,13 +5,13 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
-from headrace.engine.engine import Engine, Pipeline
-from headrace.engine.scheduler import Scheduler
+from headrace.engine.engine import Engine
 from headrace.engine.stage_usage import StageUsage
-from headrace.protocol.messages import Report, Result, Timeline
+from headrace.engine.step_cost import StepWork
+from headrace.protocol.messages import Report, Result
 from headrace.protocol.plan import Plan
 from headrace.sampling_params import SamplingParams
 
@@ -83,71 +83,76 @@ class BatchRun:
         return busy.index(max(busy))
 
 
-def run_batch(engine: Engine, batch: Batch) -> BatchRun:
-    """Run the batch to its end on an engine that has nothing to do; stages' totals begin anew.
+class RunRecorder:
+    """What passes between an engine and its stages, from one begin() to the next.
+
+    plans: in order. counts: microbatches at each plan.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was noted so far."""
+        self.plans: list[Plan] = []
+        self.counts: list[int] = []
+        self._reports: list[Report] = []
+
+    def on_plan(self, plan: Plan, num_microbatches: int) -> None:
+        """Note it."""
+        self.plans.append(plan)
+        self.counts.append(num_microbatches)
+
+    def on_result(self, result: Result) -> None:
+        """Nothing to note: the tokens are handed out."""
+
+    def on_report(self, report: Report, work: StepWork, predicted_s: float) -> None:
+        """Note it."""
+        self._reports.append(report)
+
+    @property
+    def usage(self) -> list[StageUsage]:
+        """How busy each stage was."""
+        usage = [StageUsage()] * (1 + max(report.stage for report in self._reports))
+        for report in self._reports:
+            usage[report.stage] = usage[report.stage].plus(report)
+        return usage
+
+    @property
+    def step_ends(self) -> list[float]:
+        """When the last stage was done with each step that has rows, in order."""
+        with_rows = {plan.step for plan in self.plans if plan.rows}
+        last = max(report.stage for report in self._reports)
+        return [r.ended for r in self._reports if r.stage == last and r.step in with_rows]
+
+
+def run_batch(engine: Engine, recorder: RunRecorder, batch: Batch) -> BatchRun:
+    """Run the batch to its end on an engine that has nothing to do, and this recorder.
 
     Greedy, and an end-of-text token ends nothing.
     """
     params = SamplingParams(temperature=0.0, max_tokens=batch.output_len, ignore_eos=True)
-    pipeline = engine.pipeline
-    recorder = _Recorder(pipeline, engine.scheduler)
-    engine.usage = [StageUsage() for _ in engine.usage]
+    recorder.begin()
     prompts = batch.prompts(engine.vocab_size)
     output_tokens = 0
     began = ended = time.monotonic()
     for prompt in prompts:
         engine.add(prompt, params)
-    engine.pipeline = recorder
-    try:
-        while not engine.settled:
-            if tokens := sum(delta.token is not None for delta in engine.step()):
-                output_tokens += tokens
-                ended = time.monotonic()
-    finally:
-        engine.pipeline = pipeline
+    while not engine.settled:
+        if tokens := sum(delta.token is not None for delta in engine.step()):
+            output_tokens += tokens
+            ended = time.monotonic()
     return BatchRun(
         plans=recorder.plans,
         began=began,
         seconds=ended - began,
         output_tokens=output_tokens,
         num_microbatches=Counter(recorder.counts).most_common(1)[0][0],
-        step_ends=recorder.ends_on(len(engine.usage) - 1),
-        usage=engine.usage,
+        step_ends=recorder.step_ends,
+        usage=recorder.usage,
     )
 
 
 def median_run(runs: Items[BatchRun]) -> BatchRun:
     """The run of median speed; of two in the middle the slower."""
     return sorted(runs, key=lambda run: run.tokens_per_s)[(len(runs) - 1) // 2]
-
-
-@dataclass
-class _Recorder:
-    """The pipeline, with notes of what passes. counts: microbatches at each plan."""
-
-    pipeline: Pipeline
-    scheduler: Scheduler
-    plans: list[Plan] = field(default_factory=list, init=False)
-    counts: list[int] = field(default_factory=list, init=False)
-    reports: list[Report] = field(default_factory=list, init=False)
-
-    def send(self, plan: Plan) -> None:
-        self.plans.append(plan)
-        self.counts.append(self.scheduler.num_microbatches)
-        self.pipeline.send(plan)
-
-    def receive(self, timeout_s: float) -> list[Result | Report]:
-        messages = self.pipeline.receive(timeout_s)
-        self.reports += [message for message in messages if isinstance(message, Report)]
-        return messages
-
-    def timelines(self, last: int, timeout_s: float) -> list[Timeline]:
-        return self.pipeline.timelines(last, timeout_s)
-
-    def signs_of_life(self) -> list[float]:
-        return self.pipeline.signs_of_life()
-
-    def ends_on(self, stage: int) -> list[float]:
-        """When the stage was done with each step that has rows, in order."""
-        with_rows = {plan.step for plan in self.plans if plan.rows}
-        return [r.ended for r in self.reports if r.stage == stage and r.step in with_rows]

@@ -11,8 +11,8 @@ from headrace.checkpoint.locate import locate_model
 from headrace.checkpoint.tokenizer import tokenizer_of_gguf
 from headrace.engine.engine import Engine
 from headrace.engine.limits import SchedulerConfig
-from headrace.engine.outputs import OutputDelta
 from headrace.engine.scheduler import Scheduler
+from headrace.engine.step_cost import StepWork
 from headrace.protocol import codec
 from headrace.protocol.messages import Report, Result, Timeline
 from headrace.protocol.plan import Plan, row_samples
@@ -53,7 +53,7 @@ def engine_cost(running: int, context_len: int, steps: int = 300) -> EngineCost:
     step_tokens = running + _CHUNK
     prefill_steps = -(-running * context_len // _CHUNK)
     max_model_len = context_len + prefill_steps + steps + 2 * _WINDOW + 2
-    scheduler = _TimedScheduler(
+    scheduler = Scheduler(
         SchedulerConfig(
             max_model_len=max_model_len,
             max_num_seqs=running,
@@ -66,8 +66,9 @@ def engine_cost(running: int, context_len: int, steps: int = 300) -> EngineCost:
             prefill_policy="budget",
         )
     )
-    pipeline = _InstantPipeline(vocab_size)
-    engine = _TimedEngine(
+    stopwatch = _Stopwatch()
+    pipeline = _InstantPipeline(vocab_size, stopwatch)
+    engine = Engine(
         scheduler=scheduler,
         pipeline=pipeline,
         tokenizer=tokenizer,
@@ -76,29 +77,30 @@ def engine_cost(running: int, context_len: int, steps: int = 300) -> EngineCost:
         seed=0,
         stall_timeout=60.0,
         max_logprobs=20,
+        recorder=stopwatch,
     )
     params = SamplingParams(max_tokens=max_model_len, stop=["\n\nUser:"], stop_token_ids=[0])
     for number in range(running):
         engine.add([_hash(number, n, vocab_size) for n in range(context_len)], params)
     while pipeline.newest_rows < running or pipeline.newest_tokens > running:
         engine.step()
-    scheduler.seconds.clear()
-    engine.seconds.clear()
+    stopwatch.start_measuring()
     pipeline.start_measuring()
     total = []
     for _ in range(steps):
         pipeline.answering_s = 0.0
-        began = perf_counter()
+        began = stopwatch.since = perf_counter()
         engine.step()
         total.append(perf_counter() - began - pipeline.answering_s)
         assert pipeline.newest_rows == running, "a sequence ended before the last plan"
     return EngineCost(
         running=running,
         context_len=context_len,
-        plan_us_p50=_microseconds(scheduler.seconds, 0.5),
-        plan_us_p99=_microseconds(scheduler.seconds, 0.99),
+        plan_us_p50=_microseconds(stopwatch.plan_s, 0.5),
+        plan_us_p99=_microseconds(stopwatch.plan_s, 0.99),
         encode_us_p50=_microseconds(pipeline.encode_s, 0.5),
-        result_us_p50=_microseconds(engine.seconds, 0.5) + _microseconds(pipeline.decode_s, 0.5),
+        result_us_p50=_microseconds(stopwatch.result_s, 0.5)
+        + _microseconds(pipeline.decode_s, 0.5),
         total_us_p50=_microseconds(total, 0.5),
         plan_bytes=int(np.median(pipeline.plan_bytes)),
     )
@@ -115,32 +117,30 @@ def _hash(sequence: int, position: int, vocab_size: int) -> int:
     return int((vocab_size - 1) ** spread)
 
 
-class _TimedScheduler(Scheduler):
-    """seconds: of every plan made."""
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        super().__init__(config)
-        self.seconds: list[float] = []
-
-    def plan(self) -> Plan | None:
-        began = perf_counter()
-        plan = super().plan()
-        if plan is not None:
-            self.seconds.append(perf_counter() - began)
-        return plan
-
-
 @dataclass
-class _TimedEngine(Engine):
-    """seconds: of every result taken in."""
+class _Stopwatch:
+    """Notes how long the engine took to make a plan, or to take a result in, after it was told to
+    begin or came back from the pipeline: at `since`."""
 
-    seconds: list[float] = field(default_factory=list, init=False)
+    since: float = 0.0
+    plan_s: list[float] = field(default_factory=list, init=False)
+    result_s: list[float] = field(default_factory=list, init=False)
 
-    def take_result(self, result: Result) -> list[OutputDelta]:
-        began = perf_counter()
-        deltas = super().take_result(result)
-        self.seconds.append(perf_counter() - began)
-        return deltas
+    def start_measuring(self) -> None:
+        """Forget what was measured so far."""
+        self.plan_s.clear()
+        self.result_s.clear()
+
+    def on_plan(self, plan: Plan, num_microbatches: int) -> None:
+        """A plan is made."""
+        self.plan_s.append(perf_counter() - self.since)
+
+    def on_result(self, result: Result) -> None:
+        """A result is taken in."""
+        self.result_s.append(perf_counter() - self.since)
+
+    def on_report(self, report: Report, work: StepWork, predicted_s: float) -> None:
+        """Part of the total alone."""
 
 
 @dataclass
@@ -151,6 +151,7 @@ class _InstantPipeline:
     """
 
     vocab_size: int
+    stopwatch: _Stopwatch
     encode_s: list[float] = field(default_factory=list, init=False)
     decode_s: list[float] = field(default_factory=list, init=False)
     plan_bytes: list[int] = field(default_factory=list, init=False)
@@ -182,7 +183,8 @@ class _InstantPipeline:
         )
         result = codec.encode(Result(plan.epoch, plan.step, tokens, []))
         self._answers.append((result, codec.encode(report)))
-        self.answering_s += perf_counter() - encoded
+        self.stopwatch.since = perf_counter()
+        self.answering_s += self.stopwatch.since - encoded
 
     def receive(self, timeout_s: float) -> list[Result | Report]:
         messages: list[Result | Report] = []
@@ -191,7 +193,8 @@ class _InstantPipeline:
             message = codec.decode_from_stage(data)
             assert isinstance(message, Result | Report)
             messages.append(message)
-        self.decode_s.append(perf_counter() - began)
+        self.stopwatch.since = perf_counter()
+        self.decode_s.append(self.stopwatch.since - began)
         return messages
 
     def timelines(self, last: int, timeout_s: float) -> list[Timeline]:

@@ -83,10 +83,10 @@ def measure_latency(config: EngineConfig, batch: Batch, say: Callable[[str], Non
     return Latency(
         config=config,
         batch=batch,
-        dtype=running.deployment.dtype,
-        layers=[share.num_layers for share in running.deployment.shares],
-        kernels=[stage.kernels for stage in running.loaded],
-        ready_s=running.load_s,
+        dtype=running.card.dtype,
+        layers=[stage.layers for stage in running.card.stages],
+        kernels=[stage.kernels for stage in running.card.stages],
+        ready_s=running.card.load_s,
         token_times=token_times,
     )
 

@@ -87,7 +87,7 @@ def compare(case: Case) -> Comparison:
         case,
         best,
         fixed[best],
-        auto.engine.scheduler.num_microbatches,
+        auto.engine.snapshot.num_microbatches,
         auto_per_s,
         fixed[min(case.pp, most)],
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.bench.batch_run import Batch, run_batch
+from headrace.bench.batch_run import Batch, RunRecorder, run_batch
 from headrace.bench.machine import machine, versions
 from headrace.bench.running import running_engine
 from headrace.bench.stage_steps import StepTime, step_times
@@ -99,10 +99,11 @@ def measure_overhead(
     """
     if locate_model(config.model).kind == "synthetic":
         raise UsageError("--model must be a real one: a synthetic model's stages have no kernels")
-    with running_engine(config, say) as running:
+    recorder = RunRecorder()
+    with running_engine(config, say, recorder=recorder) as running:
         say("recording a run")
-        plans = run_batch(running.engine, batch).plans
-        prompts = run_batch(running.engine, replace(batch, output_len=1)).plans
+        plans = run_batch(running.engine, recorder, batch).plans
+        prompts = run_batch(running.engine, recorder, replace(batch, output_len=1)).plans
     decode = decode_steps(plans, batch.num_prompts)
     prefill = [len(plans) + place for place in full_steps(prompts)]
     plans += prompts
@@ -110,7 +111,7 @@ def measure_overhead(
     times = step_times(
         stage_config(running.deployment, 0),
         running.deployment.cpus[0],
-        running.num_blocks,
+        running.card.num_blocks,
         plans,
         rounds,
     )
@@ -118,8 +119,8 @@ def measure_overhead(
     return Overhead(
         config=config,
         batch=batch,
-        dtype=running.deployment.dtype,
-        kernels=running.loaded[0].kernels,
+        dtype=running.card.dtype,
+        kernels=running.card.stages[0].kernels,
         decode=[[steps[place - 1] for place in decode] for steps in times],
         prefill=[steps[place - 1] for steps in times for place in prefill],
         prefill_tokens=int(np.median([token_count(plans[place]) for place in prefill])),

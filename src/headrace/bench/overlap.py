@@ -4,15 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from headrace.bench.batch_run import Batch, BatchRun, median_run, run_batch
+from headrace.bench.batch_run import Batch, BatchRun, RunRecorder, median_run, run_batch
 from headrace.bench.plot import Panel
 from headrace.bench.running import running_engine
 from headrace.bench.stage_alone import seconds_alone
 from headrace.checkpoint.locate import SYNTHETIC
 from headrace.config import EngineConfig
 from headrace.deployment.start import RunningEngine, stage_config
-from headrace.engine.engine import Engine
 from headrace.engine.microbatch_count import best_count, round_seconds
+from headrace.engine.snapshot import EngineSnapshot
 from headrace.engine.step_cost import StepWork
 from headrace.errors import PipelineError
 from headrace.protocol.messages import Timeline
@@ -136,22 +136,28 @@ def measure_overlap(
     """
     pp = config.pipeline_parallel_size
     runs: dict[Setting, list[BatchRun]] = {setting: [] for setting in get_args(Setting)}
-    with running_engine(config, say, "deferred") as deferred:
+    noted, noted_blocking = RunRecorder(), RunRecorder()
+    with running_engine(config, say, "deferred", noted) as deferred:
         say("warm-up: deferred")
-        warm_up = run_batch(deferred.engine, _shortened(batch, _WARM_UP))
+        warm_up = run_batch(deferred.engine, noted, _shortened(batch, _WARM_UP))
         settled = warm_up.num_microbatches
         candidates = range(1, min(2 * pp, config.sequences) + 1)
         # With room for every number of microbatches that is to be run.
         most = max(config.most_microbatches, *candidates)
         blocking_config = replace(config, token_feedback="blocking", num_microbatches=most)
-        with running_engine(blocking_config, say, "blocking") as blocking:
+        with running_engine(blocking_config, say, "blocking", noted_blocking) as blocking:
+
+            def run_blocking(num_microbatches: int, batch: Batch) -> BatchRun:
+                blocking.engine.set_microbatches(num_microbatches)
+                return run_batch(blocking.engine, noted_blocking, batch)
+
             say("warm-up: blocking")
-            _run_with(blocking.engine, settled, _shortened(batch, _TRIAL))
+            run_blocking(settled, _shortened(batch, _TRIAL))
             trials: dict[int, float] = dict.fromkeys(candidates, 0.0)
             # Twice, the other way round the second time: the first run of all is often the slowest.
             for count in [*candidates, *reversed(candidates)]:
                 say(f"trial: blocking, {count} microbatch{'es' * (count > 1)}")
-                trial = _run_with(blocking.engine, count, _shortened(batch, _TRIAL))
+                trial = run_blocking(count, _shortened(batch, _TRIAL))
                 trials[count] = max(trials[count], trial.tokens_per_s)
             best = max(trials, key=lambda count: trials[count])
             lines: dict[Setting, list[Timeline]] = {}
@@ -159,16 +165,16 @@ def measure_overlap(
                 at = f"round {number} of {rounds}"
                 last = timelines and number == rounds
                 say(f"{at}: deferred")
-                runs["deferred"].append(run_batch(deferred.engine, batch))
+                runs["deferred"].append(run_batch(deferred.engine, noted, batch))
                 if last:
                     lines["deferred"] = _timelines(deferred, runs["deferred"][-1])
                 say(f"{at}: blocking")
                 same = runs["deferred"][-1].num_microbatches
-                runs["blocking"].append(_run_with(blocking.engine, same, batch))
+                runs["blocking"].append(run_blocking(same, batch))
                 if last:
                     lines["blocking"] = _timelines(blocking, runs["blocking"][-1])
                 say(f"{at}: blocking, best number of microbatches")
-                runs["blocking_best"].append(_run_with(blocking.engine, best, batch))
+                runs["blocking_best"].append(run_blocking(best, batch))
     # The trials were short: should they have misjudged, the best is what did best.
     if median_run(runs["blocking"]).tokens_per_s > median_run(runs["blocking_best"]).tokens_per_s:
         runs["blocking_best"] = runs["blocking"]
@@ -178,18 +184,18 @@ def measure_overlap(
     alone = seconds_alone(
         stage_config(deferred.deployment, stage),
         deferred.deployment.cpus[stage],
-        deferred.num_blocks,
+        deferred.card.num_blocks,
         warm_up.plans,
         median.plans,
     )
     return Overlap(
         config=config,
         batch=batch,
-        dtype=deferred.deployment.dtype,
+        dtype=deferred.card.dtype,
         runs=runs,
         trials=trials,
         ideal_step_s=sum(alone) / len(alone),
-        outlook=_outlook(deferred.engine, config, batch, median.num_microbatches),
+        outlook=_outlook(deferred.engine.snapshot, config, batch, median.num_microbatches),
         timelines=lines,
     )
 
@@ -198,18 +204,13 @@ def _shortened(batch: Batch, part: float) -> Batch:
     return replace(batch, output_len=max(1, int(batch.output_len * part)))
 
 
-def _run_with(engine: Engine, num_microbatches: int, batch: Batch) -> BatchRun:
-    engine.set_microbatches(num_microbatches)
-    return run_batch(engine, batch)
-
-
 def _timelines(running: RunningEngine, run: BatchRun) -> list[Timeline]:
     """What every stage did in the run, which was the last; the newest of it if that is too much.
 
     Raises PipelineError if a stage does not answer.
     """
     lines = running.stages.timelines(_EVERYTHING, _ANSWER_S)
-    silent = set(range(len(running.deployment.shares))) - {line.stage for line in lines}
+    silent = set(range(len(running.card.stages))) - {line.stage for line in lines}
     if silent:
         raise PipelineError(f"stages {sorted(silent)} sent no time line within {_ANSWER_S:g} s")
     return [
@@ -242,15 +243,14 @@ def _figures(runs: list[BatchRun]) -> dict[str, Any]:
     }
 
 
-def _outlook(engine: Engine, config: EngineConfig, batch: Batch, count: int) -> str | None:
+def _outlook(engine: EngineSnapshot, config: EngineConfig, batch: Batch, count: int) -> str | None:
     """Why one step for all is as good as any splitting, by the costs and the link time that the
     engine measured; None if it is not. count: what the engine ran with."""
     rows = min(batch.num_prompts, config.sequences)
     context = batch.input_len + batch.output_len // 2
     everyone = StepWork(tokens=rows, attended=rows * context, sampled=rows)
     single = StepWork(tokens=1, attended=context, sampled=1)
-    costs = [fit.cost for fit in engine.costs]
-    link_s = engine.link_time.seconds
+    costs, link_s = engine.costs, engine.link_s
     best = best_count(everyone, costs, link_s, config.most_microbatches)
     together, split = (round_seconds(n, everyone, costs, link_s) for n in (1, best))
     if together > split * (1 + _WORTH_IT):

@@ -4,7 +4,8 @@ import random
 import time
 from collections.abc import Sequence as Items
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,8 +15,9 @@ from headrace.bench.mixed_load import LoadRequest, LoadShape, capacity, mixed_lo
 from headrace.bench.running import running_engine
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
-from headrace.engine.scheduler import Scheduler
-from headrace.engine.step_cost import CostFit, StepCost, StepWork
+from headrace.engine.step_cost import StepCost, StepWork
+from headrace.protocol.messages import Report, Result
+from headrace.protocol.plan import Plan
 from headrace.sampling_params import SamplingParams
 
 _LONGEST_OUTPUT = 100
@@ -52,8 +54,9 @@ def run_policies(
             max_num_batched_tokens=setting.max_num_batched_tokens,
             prefill_policy=setting.prefill_policy,
         )
-        with running_engine(config, _say_nothing) as running:
-            return _run_load(running.engine, workload)
+        foretold = _Foretold(num_stages)
+        with running_engine(config, _say_nothing, recorder=foretold) as running:
+            return _run_load(running.engine, foretold, workload)
 
     at_once = [
         replace(r, arrival_s=0.0) for r in mixed_load(shape, _REQUESTS_TO_CALIBRATE, 1, ~seed)
@@ -91,16 +94,13 @@ def run_orders(*, model: str, num_stages: int, requests: int, max_model_len: int
             max_num_batched_tokens=contender.setting.max_num_batched_tokens,
             prefill_policy=contender.setting.prefill_policy,
         )
-        with running_engine(config, _say_nothing) as running:
+        with running_engine(config, _say_nothing, order=contender.order()) as running:
             results.append(_run_long(running.engine, load, contender))
     return {**load.as_json(results), "pipeline": model, "pp": num_stages}
 
 
 def _run_long(engine: Engine, load: LongLoad, contender: Contender) -> LongFigures:
     """Run the load on an engine that has not run yet, until all but the streams ended."""
-    prior = engine.scheduler.cost
-    engine.scheduler = Scheduler(engine.scheduler.config, engine.clock, contender.order())
-    engine.scheduler.cost = prior
     # What steps cost is known to an engine that has been up for a while.
     for number, length in enumerate(_WARM_UP_PROMPTS, start=1):
         engine.add(_prompt(-number, length, engine.vocab_size), _endless(_WARM_UP_OUTPUT))
@@ -140,27 +140,43 @@ def _say_nothing(message: str) -> None:
     """The bench says what it found, not how it loads."""
 
 
-class _ForetellingFit(CostFit):
-    """Notes of each step its work, the seconds predicted before it was measured, and measured."""
+class _Step(NamedTuple):
+    """A step that a stage reported: the seconds predicted before, and measured."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps_seen: list[tuple[StepWork, float, float]] = []
+    work: StepWork
+    predicted_s: float
+    measured_s: float
 
-    def add(self, work: StepWork, seconds: float) -> None:
+
+class _Foretold:
+    """Each stage's steps that have rows, in order."""
+
+    def __init__(self, num_stages: int) -> None:
+        self.steps: list[list[_Step]] = [[] for _ in range(num_stages)]
+
+    def on_plan(self, plan: Plan, num_microbatches: int) -> None:
+        """Nothing to note: what a step takes is in its reports."""
+
+    def on_result(self, result: Result) -> None:
+        """Nothing to note."""
+
+    def on_report(self, report: Report, work: StepWork, predicted_s: float) -> None:
+        """Note it."""
         if work.tokens:
-            self.steps_seen.append((work, self.cost.seconds(work), seconds))
-        super().add(work, seconds)
+            measured_s = report.forward_s + report.sample_s
+            self.steps[report.stage].append(_Step(work, predicted_s, measured_s))
 
 
 @dataclass
 class _Record:
-    """What a load's run measured, in seconds since its start, up to the last arrival (ttft: all).
+    """What a load's run measured, in seconds since its start, up to the last arrival.
 
-    empty_s: time without requests. steps: how many each stage had reported.
+    foretold, ttft and costs are of the whole run. costs: of a step, by stage. empty_s: time without
+    requests. steps: how many each stage had reported.
     """
 
-    fits: list[_ForetellingFit]
+    foretold: list[list[_Step]]
+    costs: tuple[StepCost, ...] = ()
     ttft: list[float] = field(default_factory=list)
     empty_s: float = 0.0
     span_s: float = 0.0
@@ -170,31 +186,34 @@ class _Record:
 
     def prediction_errors(self) -> list[float]:
         """Of every stage's every step, relative to what was measured."""
-        seen = [step for fit in self.fits for step in fit.steps_seen]
-        return [abs(predicted - measured) / measured for _, predicted, measured in seen]
+        return [
+            abs(step.predicted_s - step.measured_s) / step.measured_s
+            for steps in self.foretold
+            for step in steps
+        ]
 
     def dearest_cost(self) -> StepCost:
         """Of the stage that took the most time."""
-        return max(self.fits, key=lambda fit: sum(s for _, _, s in fit.steps_seen)).cost
+        times = [sum(step.measured_s for step in steps) for steps in self.foretold]
+        return self.costs[times.index(max(times))]
 
     def figures(self) -> Figures:
         """Summed up."""
-        stages = [fit.steps_seen[: self.steps] for fit in self.fits]
+        stages = [steps[: self.steps] for steps in self.foretold]
         return figures(
-            costs=[max(s for _, _, s in step) for step in zip(*stages, strict=True)],
+            costs=[max(s.measured_s for s in step) for step in zip(*stages, strict=True)],
             busy_s=self.busy_s,
             present_s=self.span_s - self.empty_s,
             span_s=self.span_s,
             output_tokens=self.output_tokens,
-            total_tokens=sum(work.tokens for work, _, _ in stages[0]),
+            total_tokens=sum(step.work.tokens for step in stages[0]),
             ttft=self.ttft,
         )
 
 
-def _run_load(engine: Engine, load: Items[LoadRequest]) -> _Record:
-    """Run the load to its end on an engine that has not run yet."""
-    record = _Record([_ForetellingFit() for _ in engine.costs])
-    engine.costs = [*record.fits]
+def _run_load(engine: Engine, foretold: _Foretold, load: Items[LoadRequest]) -> _Record:
+    """Run the load to its end on an engine that has not run yet, and has this recorder."""
+    record = _Record(foretold.steps)
     waiting_since: dict[int, float] = {}
     arrived = 0
     output_tokens = 0
@@ -209,10 +228,10 @@ def _run_load(engine: Engine, load: Items[LoadRequest]) -> _Record:
             waiting_since[number] = request.arrival_s
             if arrived == len(load):
                 record.span_s, record.output_tokens = now, output_tokens
-                record.busy_s = sum(usage.busy_s for usage in engine.usage) / len(engine.usage)
-                record.steps = min(len(fit.steps_seen) for fit in record.fits)
+                record.busy_s = fmean(sum(s.measured_s for s in steps) for steps in foretold.steps)
+                record.steps = min(map(len, foretold.steps))
         until_next = load[arrived].arrival_s - now if arrived < len(load) else 1.0
-        empty = engine.scheduler.idle and arrived < len(load)
+        empty = engine.idle and arrived < len(load)
         deltas = engine.step(min(max(until_next, 0.0), 1.0))
         if empty:
             record.empty_s += time.monotonic() - started - now
@@ -221,6 +240,7 @@ def _run_load(engine: Engine, load: Items[LoadRequest]) -> _Record:
             came = waiting_since.pop(delta.request_id, None)
             if came is not None:
                 record.ttft.append(time.monotonic() - started - came)
+    record.costs = engine.snapshot.costs
     return record
 
 

@@ -5,21 +5,28 @@ from contextlib import contextmanager
 
 from headrace.config import EngineConfig
 from headrace.deployment.start import RunningEngine, StartWatch, launch
+from headrace.engine.prefill_order import PrefillOrder
+from headrace.engine.recorder import Recorder
 
 
 @contextmanager
 def running_engine(
-    config: EngineConfig, say: Callable[[str], None], name: str = ""
+    config: EngineConfig,
+    say: Callable[[str], None],
+    name: str = "",
+    recorder: Recorder | None = None,
+    order: PrefillOrder | None = None,
 ) -> Iterator[RunningEngine]:
     """Ended afterwards: in order, or at once after an error. say: told how it loads.
 
-    name: of the pipeline, where there are several. Raises what launch() raises.
+    name: of the pipeline, where there are several. recorder, order: as launch() takes them. Raises
+    what launch() raises.
     """
     prefix = f"{name} pipeline: " if name else ""
     watch = StartWatch(
         on_progress=lambda m: say(f"{prefix}stage {m.stage}, {m.phase} {m.fraction:.0%}")
     )
-    running = launch(config, watch)
+    running = launch(config, watch, recorder, order)
     try:
         yield running
     except BaseException:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.bench.batch_run import Batch, BatchRun, median_run, run_batch
+from headrace.bench.batch_run import Batch, BatchRun, RunRecorder, median_run, run_batch
 from headrace.bench.machine import machine, versions
 from headrace.bench.running import running_engine
 from headrace.config import EngineConfig
@@ -81,11 +81,13 @@ def measure_throughput(
 
     Raises what launch() and the engine raise.
     """
-    with running_engine(config, say) as running:
+    recorder = RunRecorder()
+    with running_engine(config, say, recorder=recorder) as running:
         say("warm-up")
         prompts, tokens = _WARM_UP
         run_batch(
             running.engine,
+            recorder,
             replace(
                 batch,
                 num_prompts=min(prompts, batch.num_prompts),
@@ -95,14 +97,14 @@ def measure_throughput(
         runs = []
         for number in range(1, rounds + 1):
             say(f"round {number} of {rounds}")
-            runs.append(run_batch(running.engine, batch))
+            runs.append(run_batch(running.engine, recorder, batch))
     return Throughput(
         config=config,
         batch=batch,
-        dtype=running.deployment.dtype,
-        layers=[share.num_layers for share in running.deployment.shares],
+        dtype=running.card.dtype,
+        layers=[stage.layers for stage in running.card.stages],
         cpus=list(running.deployment.cpus),
-        kernels=[stage.kernels for stage in running.loaded],
-        ready_s=running.load_s,
+        kernels=[stage.kernels for stage in running.card.stages],
+        ready_s=running.card.load_s,
         runs=runs,
     )

@@ -82,8 +82,7 @@ def chat(
     config = EngineConfig(model=model, max_num_seqs=1, **engine)
     with loading_display(config.pipeline_parallel_size) as on_progress:
         llm = AsyncLLM(config, on_progress=on_progress, on_tokenizer=check_chats)
-    model_defaults = llm.running.deployment.model.sampling_defaults
-    defaults: dict[str, Any] = {"max_tokens": None, **model_defaults}
+    defaults: dict[str, Any] = {"max_tokens": None, **llm.card.sampling_defaults}
     params = SamplingParams(**defaults | sampling)
     with llm:
         return Session(engine_answers(llm, params), system_prompt).run()

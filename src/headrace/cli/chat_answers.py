@@ -31,11 +31,10 @@ Answers = Callable[[list[Message]], AsyncGenerator[Piece, None]]
 
 def engine_answers(engine: AsyncLLM, params: SamplingParams) -> Answers:
     """Answers of the model in this process."""
-    running = engine.running
-    limit = running.deployment.max_model_len
+    limit = engine.card.max_model_len
 
     async def answer(messages: list[Message]) -> AsyncGenerator[Piece, None]:
-        prompt = tokenized_chat(messages, running.tokenizer, limit).token_ids
+        prompt = tokenized_chat(messages, engine.tokenizer, limit).token_ids
         if len(prompt) >= limit:
             raise UsageError(
                 f"the conversation has {len(prompt)} tokens, the context {limit}: "

@@ -98,18 +98,15 @@ def generate(
     with display as on_progress:
         llm = LLM(config, on_progress=on_progress)
     with llm:
-        tokenizer = llm.running.tokenizer
+        tokenizer, card = llm.tokenizer, llm.card
         ids = (
             tokenized_chat(
-                [{"role": "user", "content": text}], tokenizer, llm.running.deployment.max_model_len
+                [{"role": "user", "content": text}], tokenizer, card.max_model_len
             ).token_ids
             if chat
             else tokenizer.encode(text)
         )
-        defaults: dict[str, Any] = {
-            "max_tokens": 128,
-            **llm.running.deployment.model.sampling_defaults,
-        }
+        defaults: dict[str, Any] = {"max_tokens": 128, **card.sampling_defaults}
         answer = _answer(llm, ids, SamplingParams(**defaults | given), echo=not as_json)
         llm.settle()
         if trace is not None:
@@ -173,32 +170,30 @@ def _answer(llm: LLM, prompt: list[int], params: SamplingParams, echo: bool) -> 
 
 
 def _as_json(llm: LLM, prompt: list[int], answer: _Answer) -> dict[str, Any]:
-    running = llm.running
+    card, now = llm.card, llm.snapshot
     return {
         "prompt_tokens": len(prompt),
         "output_token_ids": answer.token_ids,
         "text": answer.text,
         "finish_reason": answer.finish_reason,
         "timing": {
-            "load_s": round(running.load_s, 3),
+            "load_s": round(card.load_s, 3),
             "first_token_s": round(answer.first_token_s, 4),
             "output_tokens_per_s": round(answer.tokens_per_s, 2),
         },
-        "dtype": running.deployment.dtype,
-        "num_microbatches": running.engine.scheduler.num_microbatches,
+        "dtype": card.dtype,
+        "num_microbatches": now.num_microbatches,
         **_emulation(llm),
         "stages": [
             {
-                "layers": share.num_layers,
+                "layers": stage.layers,
                 "busy_fraction": round(usage.busy_fraction, 4),
                 "feedback_wait_s": round(usage.feedback_wait_s, 4),
                 "activation_wait_s": round(usage.activation_wait_s, 4),
-                "weight_bytes": loaded.weight_bytes,
+                "weight_bytes": stage.weight_bytes,
                 "peak_memory_bytes": usage.peak_memory_bytes,
             }
-            for share, usage, loaded in zip(
-                running.deployment.shares, running.engine.usage, running.loaded, strict=True
-            )
+            for stage, usage in zip(card.stages, now.stages, strict=True)
         ],
     }
 
@@ -231,15 +226,15 @@ def _labels(llm: LLM) -> list[str]:
 
 
 def _print_summary(llm: LLM, prompt: list[int], answer: _Answer) -> None:
-    running, deployment = llm.running, llm.running.deployment
+    card = llm.card
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
     console.print(
         f"\n{len(prompt)} prompt + {len(answer.token_ids)} output tokens, "
         f"{answer.tokens_per_s:.1f} tokens/s, first after {answer.first_token_s:.2f} s, "
-        f"loaded in {running.load_s:.1f} s, {deployment.dtype}",
+        f"loaded in {card.load_s:.1f} s; {card.line}",
         highlight=False,
     )
-    if defaults := deployment.model.sampling_defaults:
+    if defaults := card.sampling_defaults:
         console.print(
             f"sampling defaults of the model: {in_words(defaults)} "
             "(--generation-config none: without)",
@@ -248,12 +243,11 @@ def _print_summary(llm: LLM, prompt: list[int], answer: _Answer) -> None:
     table = Table()
     for heading in ("stage", "layers", "busy", "feedback wait", "activation wait", "peak memory"):
         table.add_column(heading, justify="right")
-    for number, (share, usage) in enumerate(
-        zip(deployment.shares, running.engine.usage, strict=True)
-    ):
+    stages = zip(card.stages, llm.snapshot.stages, strict=True)
+    for number, (stage, usage) in enumerate(stages):
         table.add_row(
             str(number),
-            str(share.num_layers),
+            str(stage.layers),
             f"{usage.busy_fraction:.0%}",
             f"{usage.feedback_wait_s:.2f} s",
             f"{usage.activation_wait_s:.2f} s",
@@ -262,7 +256,7 @@ def _print_summary(llm: LLM, prompt: list[int], answer: _Answer) -> None:
     console.print(table)
     if labels := _labels(llm):
         console.print("; ".join(labels), highlight=False)
-    if deployment.num_stages > 1:
+    if len(card.stages) > 1:
         console.print(
             "A single request goes from stage to stage: each waits while the others compute.",
             highlight=False,

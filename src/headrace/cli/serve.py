@@ -73,7 +73,7 @@ def serve(
     def on_ready(engine: AsyncLLM) -> None:
         nonlocal ready
         ready = True
-        print(_engine_line(engine), flush=True)
+        print(f"engine: {engine.card.line}", flush=True)
         seconds = time.monotonic() - started
         print(f"ready after {seconds:.1f} s: {url}/v1 (SIGTERM or Ctrl-C: drain)", flush=True)
 
@@ -122,21 +122,3 @@ def _is_no_probe(record: logging.LogRecord) -> bool:
     few seconds and say nothing new."""
     arguments = record.args
     return not (isinstance(arguments, tuple) and arguments[2:3] in (("/health",), ("/metrics",)))
-
-
-def _engine_line(engine: AsyncLLM) -> str:
-    running, deployment = engine.running, engine.running.deployment
-    block_size = engine.config.block_size
-    cache = max(loaded.cache_bytes_per_block for loaded in running.loaded) * running.num_blocks
-    layers = " and ".join(str(share.num_layers) for share in deployment.shares)
-    return (
-        f"engine: {deployment.dtype}, {_counted(deployment.num_stages, 'stage')} with {layers} "
-        f"layers, {running.loaded[0].kernels} kernels, "
-        f"cache for {running.num_blocks * block_size} tokens ({cache / 2**20:.0f} MiB a stage), "
-        f"at most {deployment.max_model_len} tokens a sequence, "
-        f"{deployment.max_num_seqs} sequences at once"
-    )
-
-
-def _counted(count: int, thing: str) -> str:
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"

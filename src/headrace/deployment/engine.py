@@ -8,6 +8,8 @@ from headrace.deployment.resolve import Deployment
 from headrace.engine.engine import Engine, Pipeline
 from headrace.engine.limits import SchedulerConfig
 from headrace.engine.microbatch_count import MicrobatchTuner
+from headrace.engine.prefill_order import PrefillOrder
+from headrace.engine.recorder import Recorder
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.step_cost import StepCost
 
@@ -21,9 +23,13 @@ def new_engine(
     epoch: int,
     clock: Callable[[], float] = time.monotonic,
     priors: Sequence[StepCost] = (),
+    recorder: Recorder | None = None,
+    order: PrefillOrder | None = None,
 ) -> Engine:
     """An engine without requests. num_blocks: of the cache, on every stage. clock: in seconds.
-    priors: what a step is taken to cost each stage, as long as none was measured."""
+    priors: what a step is taken to cost each stage, as long as none was measured. recorder: told
+    what the engine plans and what comes of it. order: whose prefill goes first, None for the
+    scheduler's own."""
     config, num_stages = deployment.config, deployment.num_stages
     scheduler = Scheduler(
         SchedulerConfig(
@@ -42,6 +48,7 @@ def new_engine(
             epoch=epoch,
         ),
         clock,
+        order,
     )
     # Nothing to choose where the user did, and where no token travels.
     tuned = config.num_microbatches is None and num_stages > 1
@@ -58,4 +65,5 @@ def new_engine(
         tuner=MicrobatchTuner(deployment.most_microbatches) if tuned else None,
         clock=clock,
         priors=list(priors),
+        recorder=recorder,
     )

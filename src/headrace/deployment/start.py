@@ -11,9 +11,12 @@ from headrace.deployment.cache_size import choose_num_blocks
 from headrace.deployment.engine import new_engine
 from headrace.deployment.machine import read_machine
 from headrace.deployment.model import read_model
+from headrace.deployment.model_card import ModelCard, model_card
 from headrace.deployment.partition import layer_costs
 from headrace.deployment.resolve import Deployment, resolve
 from headrace.engine.engine import Engine
+from headrace.engine.prefill_order import PrefillOrder
+from headrace.engine.recorder import Recorder
 from headrace.engine.step_cost import StepCost, prior_cost
 from headrace.host.memory import free_memory
 from headrace.pipeline.launch import StageProcesses, bind_master
@@ -37,33 +40,40 @@ class StartWatch:
 
 @dataclass(frozen=True, kw_only=True)
 class RunningEngine:
-    """An engine that is ready, and what only its start has shown.
-
-    loaded: what each stage said of its weights. num_blocks: of the cache, on every stage. load_s:
-    seconds that it all took.
-    """
+    """An engine that is ready. card: what there is to say of it."""
 
     engine: Engine
     stages: StageProcesses
     deployment: Deployment
     tokenizer: Tokenizer
-    loaded: list[Loaded]
-    num_blocks: int
-    load_s: float
+    card: ModelCard
 
 
-def launch(config: EngineConfig, watch: StartWatch | None = None) -> RunningEngine:
+def launch(
+    config: EngineConfig,
+    watch: StartWatch | None = None,
+    recorder: Recorder | None = None,
+    order: PrefillOrder | None = None,
+) -> RunningEngine:
     """Read the model's files, decide everything and start the first epoch.
 
-    Raises UsageError, ModelError, StartError or PipelineError; no process is left behind then.
+    recorder: told what the engine plans and what comes of it. order: whose prefill goes first, None
+    for the scheduler's own. Raises UsageError, ModelError, StartError or PipelineError; no process
+    is left behind then.
     """
     began = time.monotonic()
     deployment = resolve(config, read_model(config), read_machine())
-    running = start(deployment, watch=watch)
-    return replace(running, load_s=time.monotonic() - began)
+    running = start(deployment, watch=watch, recorder=recorder, order=order)
+    return replace(running, card=replace(running.card, load_s=time.monotonic() - began))
 
 
-def start(deployment: Deployment, epoch: int = 0, watch: StartWatch | None = None) -> RunningEngine:
+def start(
+    deployment: Deployment,
+    epoch: int = 0,
+    watch: StartWatch | None = None,
+    recorder: Recorder | None = None,
+    order: PrefillOrder | None = None,
+) -> RunningEngine:
     """Bring up the stages and an engine for one epoch, and wait until they are ready.
 
     Raises ModelError, StartError or PipelineError, and what watch raises; no process is left behind
@@ -88,6 +98,8 @@ def start(deployment: Deployment, epoch: int = 0, watch: StartWatch | None = Non
             num_blocks=num_blocks,
             epoch=epoch,
             priors=_priors(deployment, loaded),
+            recorder=recorder,
+            order=order,
         )
     except BaseException:
         stages.close(drain=False)
@@ -97,9 +109,7 @@ def start(deployment: Deployment, epoch: int = 0, watch: StartWatch | None = Non
         stages=stages,
         deployment=deployment,
         tokenizer=tokenizer,
-        loaded=loaded,
-        num_blocks=num_blocks,
-        load_s=time.monotonic() - began,
+        card=model_card(deployment, loaded, num_blocks, time.monotonic() - began),
     )
 
 

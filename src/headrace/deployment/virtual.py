@@ -7,10 +7,11 @@ from headrace.config import EngineConfig
 from headrace.deployment.engine import new_engine
 from headrace.deployment.machine import read_machine
 from headrace.deployment.model import read_model
+from headrace.deployment.model_card import ModelCard, model_card
 from headrace.deployment.resolve import resolve
 from headrace.engine.engine import Engine
 from headrace.errors import UsageError
-from headrace.protocol.messages import LinkEmulation
+from headrace.protocol.messages import LinkEmulation, Loaded
 
 if TYPE_CHECKING:
     from headrace.simulation.virtual_links import VirtualClock
@@ -24,6 +25,7 @@ class VirtualEngine:
     engine: Engine
     stages: "VirtualStages"
     clock: "VirtualClock"
+    card: ModelCard
 
 
 def launch_virtual(config: EngineConfig) -> VirtualEngine:
@@ -73,4 +75,6 @@ def launch_virtual(config: EngineConfig) -> VirtualEngine:
         epoch=0,
         clock=lambda: clock.now,
     )
-    return VirtualEngine(engine=engine, stages=stages, clock=clock)
+    loaded = [Loaded(stage, 0, 0, "no", None) for stage in range(num_stages)]
+    card = model_card(deployment, loaded, blocks, load_s=0.0)
+    return VirtualEngine(engine=engine, stages=stages, clock=clock, card=card)

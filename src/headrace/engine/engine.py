@@ -15,8 +15,10 @@ from headrace.engine.link_time import LinkTime
 from headrace.engine.microbatch_count import MicrobatchTuner, window_of
 from headrace.engine.outputs import OutputDelta
 from headrace.engine.prepared import Preparation, Prepared, stage_sampling
+from headrace.engine.recorder import Recorder
 from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Accepted, Scheduler
+from headrace.engine.snapshot import EngineSnapshot, snapshot_of
 from headrace.engine.stage_usage import StageUsage
 from headrace.engine.stall import LINES_SHOWN, Scene, StallWatch
 from headrace.engine.step_cost import PRIOR, CostFit, StepCost, StepWork, dearest
@@ -69,8 +71,9 @@ class Engine:
     seconds, is how long nothing may come while a step is in flight, unless a stage computes.
     max_logprobs: of one position that a request may ask for, -1 for no limit. tuner: chooses the
     number of microbatches; None leaves it. priorities: whether a request may have one other than 0.
-    priors: what a step is taken to cost each stage before it was measured. costs: each stage's
-    measured cost of a step.
+    priors: what a step is taken to cost each stage before it was measured.
+    recorder: told of plans, results and reports. snapshot: the newest figures, for any thread: made
+    before the engine waits for its stages, and when nothing is left to do.
     detokenizer: makes the texts that callers get; reader: reads single tokens, special ones too.
     """
 
@@ -86,12 +89,15 @@ class Engine:
     priorities: bool = True
     clock: Callable[[], float] = time.monotonic
     priors: list[StepCost] = field(default_factory=list)
-    usage: list[StageUsage] = field(init=False)
-    costs: list[CostFit] = field(init=False)
-    link_time: LinkTime = field(init=False)
+    recorder: Recorder | None = None
+    snapshot: EngineSnapshot = field(init=False)
     detokenizer: Detokenizer = field(init=False)
     reader: Detokenizer = field(init=False)
     _preparation: Preparation = field(init=False)
+    _usage: list[StageUsage] = field(init=False)
+    _fits: list[CostFit] = field(init=False)
+    _costs: tuple[StepCost, ...] = field(init=False)
+    _link_time: LinkTime = field(init=False)
     _requests: dict[int, list[Sequence]] = field(default_factory=dict, init=False)
     _texts: dict[Sequence, _Text] = field(default_factory=dict, init=False)
     # What steps carry whose reports are not all in.
@@ -102,17 +108,19 @@ class Engine:
     _next_look: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.usage = [StageUsage() for _ in range(self.num_stages)]
+        self._usage = [StageUsage()] * self.num_stages
         priors = self.priors or [PRIOR] * self.num_stages
-        self.costs = [CostFit(prior) for prior in priors]
+        self._fits = [CostFit(prior) for prior in priors]
+        self._costs = tuple(priors)
         self.scheduler.cost = dearest(priors, StepWork(1, 1, 1))
         most = self.scheduler.num_microbatches if self.tuner is None else self.tuner.most
-        self.link_time = LinkTime(self.num_stages, window_of(most, self.num_stages))
+        self._link_time = LinkTime(self.num_stages, window_of(most, self.num_stages))
         self._stall = StallWatch(self.stall_timeout)
         self.detokenizer = Detokenizer(self.tokenizer)
         self.reader = Detokenizer(self.tokenizer, skip_special_tokens=False)
         eos = self.scheduler.config.eos_token_ids
         self._preparation = Preparation(self.tokenizer, self.vocab_size, eos, self.max_logprobs)
+        self._take_snapshot()
 
     def prepare(self, params: SamplingParams) -> Prepared:
         """What add() takes, once for any number of prompts. Thread-safe: so that long lists hold up
@@ -189,6 +197,7 @@ class Engine:
             text = self._rest_of_text(self._texts[sequence])
             deltas.append(self._delta(sequence, None, text, self.clock()))
             self._forget(sequence)
+        self._take_snapshot()
         return deltas
 
     def is_running(self, request_id: int) -> bool:
@@ -196,10 +205,15 @@ class Engine:
         return request_id in self._requests
 
     @property
+    def idle(self) -> bool:
+        """Whether nothing waits, runs or is in flight; reports may still come."""
+        return self.scheduler.idle
+
+    @property
     def settled(self) -> bool:
         """Whether nothing is in flight and every stage has reported on every step."""
         newest = self.scheduler.newest_step
-        return self.scheduler.idle and all(usage.newest_step >= newest for usage in self.usage)
+        return self.idle and all(usage.newest_step >= newest for usage in self._usage)
 
     def step(self, timeout_s: float = 1.0) -> list[OutputDelta]:
         """Send every plan the window has room for, then take what the stages answered."""
@@ -208,10 +222,16 @@ class Engine:
             self._stall.progress(self.clock())
         while (plan := self.scheduler.plan()) is not None:
             self._works[plan.step] = self.scheduler.newest_work
+            if self.recorder is not None:
+                self.recorder.on_plan(plan, self.scheduler.num_microbatches)
             self.pipeline.send(plan)
+        self._take_snapshot()
         messages = self.pipeline.receive(timeout_s)
         self._stall.runs(self.clock(), timeout_s)
-        return self._take(messages) + self._check_stall()
+        deltas = self._take(messages) + self._check_stall()
+        if self.idle:
+            self._take_snapshot()
+        return deltas
 
     def take_result(self, result: Result) -> list[OutputDelta]:
         """What the result of the oldest step in flight brought to whom."""
@@ -219,6 +239,8 @@ class Engine:
         deltas = [self._to_output(entry, now) for entry in self.scheduler.take_result(result)]
         # Afterwards: time that this took is not the stages'.
         self._stall.progress(self.clock())
+        if self.recorder is not None:
+            self.recorder.on_result(result)
         return deltas
 
     def set_microbatches(self, count: int) -> None:
@@ -297,27 +319,29 @@ class Engine:
     def _take_report(self, report: Report) -> None:
         """Learn from a stage's times what steps cost: that sets the pace, never the tokens."""
         self._stall.progress(self.clock())
-        self.usage[report.stage].add(report)
-        self.link_time.add(report)
-        work = self._works[report.step]
-        self.costs[report.stage].add(work, report.forward_s + report.sample_s)
+        work, fit = self._works[report.step], self._fits[report.stage]
+        if self.recorder is not None:
+            self.recorder.on_report(report, work, self._costs[report.stage].seconds(work))
+        self._usage[report.stage] = self._usage[report.stage].plus(report)
+        self._link_time.add(report)
+        fit.add(work, report.forward_s + report.sample_s)
         self._reports[report.step] = self._reports.get(report.step, 0) + 1
         if self._reports[report.step] == self.num_stages:
             del self._works[report.step], self._reports[report.step]
             if work.tokens:
-                costs = [fit.cost for fit in self.costs]
-                self.scheduler.cost = dearest(costs, work)
+                self._costs = tuple(fit.cost for fit in self._fits)
+                self.scheduler.cost = dearest(self._costs, work)
                 if self.tuner is not None:
                     self.tuner.see(report.step, work)
-                    self._tune(self.tuner, report.step, costs)
+                    self._tune(self.tuner, report.step)
 
-    def _tune(self, tuner: MicrobatchTuner, step: int, costs: list[StepCost]) -> None:
+    def _tune(self, tuner: MicrobatchTuner, step: int) -> None:
         """Once a round of turns, see whether another number of microbatches pays."""
         work = self.scheduler.decode_work
         if step < self._next_look or not work.tokens:
             return
-        current, link_s = self.scheduler.num_microbatches, self.link_time.seconds
-        count = tuner.next_count(current, work, costs, link_s)
+        current, link_s = self.scheduler.num_microbatches, self._link_time.seconds
+        count = tuner.next_count(current, work, self._costs, link_s)
         self._next_look = step + max(count, self.num_stages)
         if count != current:
             self.set_microbatches(count)
@@ -327,9 +351,13 @@ class Engine:
                 current,
                 count,
                 work.tokens,
-                max(cost.seconds(work) for cost in costs) * 1e3,
+                max(cost.seconds(work) for cost in self._costs) * 1e3,
                 link_s * 1e3,
             )
+
+    def _take_snapshot(self) -> None:
+        usage, link_s = tuple(self._usage), self._link_time.seconds
+        self.snapshot = snapshot_of(self.scheduler, usage, self._costs, link_s)
 
     def _check_stall(self) -> list[OutputDelta]:
         """Raises StallError if the stages are stuck; else what came while they were asked."""
@@ -350,7 +378,7 @@ class Engine:
                 signs_of_life=self.pipeline.signs_of_life(),
                 timelines={timeline.stage: timeline for timeline in timelines},
             )
-            works, costs = self._works.values(), [fit.cost for fit in self.costs]
+            works, costs = self._works.values(), [fit.cost for fit in self._fits]
             predicted_s = max((c.seconds(work) for work in works for c in costs), default=0.0)
             self._stall.look(scene, predicted_s, self._is_new)
         return deltas
@@ -358,4 +386,4 @@ class Engine:
     def _is_new(self, stage: int, step: int) -> bool:
         """Whether the stage has never been measured at such work as the step's."""
         work = self._works.get(step)
-        return work is not None and not self.costs[stage].measured(work)
+        return work is not None and not self._fits[stage].measured(work)

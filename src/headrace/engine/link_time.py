@@ -26,17 +26,15 @@ class LinkTime:
     A step's activations leave the first stage, pass the others, and its feedback comes back: that
     time on the first stage's clock, less the time between arrival and departure on each other
     stage's own, was spent on links. The median of recent steps counts.
+
+    seconds: of a message between neighbours; 0 before the first is measured, and with one stage.
     """
 
     num_stages: int
     window: int
+    seconds: float = field(default=0.0, init=False)
     _ways: dict[int, _Way] = field(default_factory=dict, init=False)
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_MEMORY), init=False)
-
-    @property
-    def seconds(self) -> float:
-        """Of a message between neighbours; 0 before the first is measured, and with one stage."""
-        return max(0.0, median(self._recent)) if self._recent else 0.0
 
     def add(self, report: Report) -> None:
         """Take in what one stage saw of one step, and of earlier ones' feedback."""
@@ -58,6 +56,7 @@ class LinkTime:
         way.parts += 1
         if way.parts == self.num_stages + 1:
             self._recent.append(way.link_s / self.num_stages)
+            self.seconds = max(0.0, median(self._recent))
             del self._ways[step]
         # Steps without feedback are never complete.
         while len(self._ways) > _WINDOWS_KEPT * self.window:

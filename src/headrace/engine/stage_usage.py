@@ -1,14 +1,14 @@
 """How busy each stage was, added up from its reports."""
 
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 from headrace.protocol.messages import Report
 
 
-@dataclass
-class StageUsage:
-    """Totals of one stage since the last reset, in seconds of that stage's clock."""
+class StageUsage(msgspec.Struct, frozen=True, gc=False):
+    """Totals of one stage over some steps, in seconds of that stage's clock."""
 
     began: float = math.inf
     ended: float = -math.inf
@@ -18,15 +18,17 @@ class StageUsage:
     peak_memory_bytes: int = 0
     newest_step: int = -1
 
-    def add(self, report: Report) -> None:
-        """Take in one step's report."""
-        self.began = min(self.began, report.began)
-        self.ended = max(self.ended, report.ended)
-        self.busy_s += report.forward_s + report.sample_s
-        self.feedback_wait_s += report.feedback_wait_s
-        self.activation_wait_s += report.activation_wait_s
-        self.peak_memory_bytes = max(self.peak_memory_bytes, report.peak_memory_bytes)
-        self.newest_step = max(self.newest_step, report.step)
+    def plus(self, report: Report) -> "StageUsage":
+        """The totals with one more step's report."""
+        return StageUsage(
+            min(self.began, report.began),
+            max(self.ended, report.ended),
+            self.busy_s + report.forward_s + report.sample_s,
+            self.feedback_wait_s + report.feedback_wait_s,
+            self.activation_wait_s + report.activation_wait_s,
+            max(self.peak_memory_bytes, report.peak_memory_bytes),
+            max(self.newest_step, report.step),
+        )
 
     @property
     def busy_fraction(self) -> float:

@@ -178,5 +178,5 @@ def _json(value: msgspec.Struct) -> Response:
 
 
 def _model(service: Service, name: str) -> Model:
-    max_model_len = service.ready().running.deployment.max_model_len
+    max_model_len = service.ready().card.max_model_len
     return Model(name, "model", service.started_at, "headrace", max_model_len)

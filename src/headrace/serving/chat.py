@@ -63,7 +63,7 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
         n=body.n or 1,
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        defaults=engine.running.deployment.model.sampling_defaults,
+        defaults=engine.card.sampling_defaults,
     )
     prompt = await encode_messages(
         service,
@@ -75,7 +75,7 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
     check_room(
         len(prompt),
         max_tokens,
-        engine.running.deployment.max_model_len,
+        engine.card.max_model_len,
         prompt_field="messages",
         field=field,
     )
@@ -84,8 +84,8 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
         params,
         report_shown=1,
         echoed=False,
-        max_model_len=engine.running.deployment.max_model_len,
-        vocab_size=engine.running.engine.vocab_size,
+        max_model_len=engine.card.max_model_len,
+        vocab_size=engine.card.vocab_size,
         fields=fields,
     )
     answer = _Answer(service, body, params, prompt)
@@ -108,15 +108,15 @@ async def encode_messages(
     add_special_tokens: bool,
 ) -> list[int]:
     """Token ids of a conversation. Raises ApiError if the template refuses it."""
-    running = service.ready().running
+    engine = service.ready()
     loop = asyncio.get_running_loop()
     try:
         text = await loop.run_in_executor(
             _RENDERING,
             render_conversation,
             messages,
-            running.tokenizer,
-            running.deployment.max_model_len,
+            engine.tokenizer,
+            engine.card.max_model_len,
             add_generation_prompt,
             template_options or {},
         )
@@ -140,7 +140,7 @@ class _Answer:
         self.created = int(time.time())
         self.model = body.model or service.model_name
         self._body = body
-        self._reader = service.ready().running.engine.reader
+        self._reader = service.ready().reader
         self._writing = service.writing
 
     def chunk(

@@ -67,7 +67,7 @@ async def complete(service: Service, body: CompletionBody) -> Response:
         max_tokens=1 if max_tokens == 0 else max_tokens,
         # What best_of ranks by.
         logprobs=0 if body.logprobs is None and best_of > n else body.logprobs,
-        defaults=engine.running.deployment.model.sampling_defaults,
+        defaults=engine.card.sampling_defaults,
     )
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params = msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
@@ -86,7 +86,7 @@ async def complete(service: Service, body: CompletionBody) -> Response:
         check_room(
             len(text_or_ids),
             max_tokens,
-            engine.running.deployment.max_model_len,
+            engine.card.max_model_len,
             prompt_field="prompt",
             field="max_tokens",
         )
@@ -97,8 +97,8 @@ async def complete(service: Service, body: CompletionBody) -> Response:
         report_shown=params.n
         * ((body.prompt_logprobs is not None) + bool(body.echo and body.logprobs is not None)),
         echoed=bool(body.echo and body.logprobs is None),
-        max_model_len=engine.running.deployment.max_model_len,
-        vocab_size=engine.running.engine.vocab_size,
+        max_model_len=engine.card.max_model_len,
+        vocab_size=engine.card.vocab_size,
         fields=fields
         if body.prompt_logprobs is not None
         else {**fields, "prompt_logprobs": fields["logprobs"]},
@@ -164,7 +164,7 @@ class _Answer:
         shown: dict[int, _ShownPrompt],
         prompts: list[list[int]],
     ) -> None:
-        engine = service.ready().running.engine
+        engine = service.ready()
         self.body = body
         self.params = params
         self.prompts = prompts

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from headrace.deployment.start import RunningEngine
+from headrace.deployment.model_card import ModelCard
+from headrace.engine.snapshot import EngineSnapshot
 from headrace.sampling_params import SamplingParams
 from headrace.serving.metrics_engine import EngineState
 from headrace.serving.metrics_requests import RequestMetrics, RequestWatch
@@ -28,9 +29,10 @@ class ServerMetrics:
         self._engine = EngineState(model_name, clock)
         self._registry.register(self._engine)
 
-    def attach(self, running: RunningEngine) -> None:
-        """Show the engine's state from now on, also when it has ended."""
-        self._engine.attach(running.engine)
+    def attach(self, card: ModelCard, snapshot: Callable[[], EngineSnapshot]) -> None:
+        """Show the engine's state from now on, also when it has ended. snapshot: gives its
+        newest."""
+        self._engine.attach(card, snapshot)
 
     def begin(self, prompt_tokens: int, params: SamplingParams) -> RequestWatch:
         """Watch a request that is given to the engine; its prompt has so many tokens."""

@@ -1,7 +1,7 @@
 """The engine's state as metrics, read when somebody asks.
 
-The engine runs in another thread and takes no notice: only numbers and lengths are read, no lock is
-taken and nothing that it changes is walked through. So figures may be off by what just moves.
+The engine runs in another thread, whose newest snapshot is shown: it is made before each wait for
+the stages, so all figures are of the same moment.
 """
 
 from collections import deque
@@ -12,8 +12,8 @@ from prometheus_client import Metric
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from headrace.engine.engine import Engine
-from headrace.engine.scheduler import Scheduler
+from headrace.deployment.model_card import ModelCard
+from headrace.engine.snapshot import EngineSnapshot
 from headrace.engine.stage_usage import StageUsage
 
 # How far back the busy fraction looks.
@@ -24,7 +24,7 @@ _Source = TypeVar("_Source")
 
 
 class _Figure(NamedTuple, Generic[_Source]):
-    """A number of the scheduler or of a stage. Prometheus adds _total to names of counters."""
+    """A number of the engine or of a stage. Prometheus adds _total to names of counters."""
 
     family: _Family
     name: str
@@ -32,7 +32,7 @@ class _Figure(NamedTuple, Generic[_Source]):
     value: Callable[[_Source], float]
 
 
-_FIGURES: list[_Figure[Scheduler]] = [
+_FIGURES: list[_Figure[EngineSnapshot]] = [
     _Figure(
         GaugeMetricFamily,
         "num_requests_running",
@@ -49,7 +49,7 @@ _FIGURES: list[_Figure[Scheduler]] = [
         GaugeMetricFamily,
         "kv_cache_usage_perc",
         "Part of the KV-cache blocks that completions own; 1 is all.",
-        lambda s: s.blocks_used / s.config.num_blocks,
+        lambda s: s.blocks_used / s.blocks_total,
     ),
     _Figure(
         GaugeMetricFamily,
@@ -57,9 +57,7 @@ _FIGURES: list[_Figure[Scheduler]] = [
         "KV-cache blocks that completions own; 0 when nothing runs.",
         lambda s: s.blocks_used,
     ),
-    _Figure(
-        GaugeMetricFamily, "kv_blocks_total", "KV-cache blocks.", lambda s: s.config.num_blocks
-    ),
+    _Figure(GaugeMetricFamily, "kv_blocks_total", "KV-cache blocks.", lambda s: s.blocks_total),
     _Figure(
         GaugeMetricFamily,
         "slots_used",
@@ -70,7 +68,7 @@ _FIGURES: list[_Figure[Scheduler]] = [
         GaugeMetricFamily,
         "slots_total",
         "Slots: completions that can run at the same time.",
-        lambda s: s.config.max_num_seqs,
+        lambda s: s.slots_total,
     ),
     _Figure(
         CounterMetricFamily,
@@ -96,7 +94,7 @@ _FIGURES: list[_Figure[Scheduler]] = [
         "Groups of decoding completions that take turns.",
         lambda s: s.num_microbatches,
     ),
-    _Figure(CounterMetricFamily, "steps", "Steps planned and sent.", lambda s: s.newest_step + 1),
+    _Figure(CounterMetricFamily, "steps", "Steps planned and sent.", lambda s: s.steps),
     _Figure(
         GaugeMetricFamily,
         "steps_in_flight",
@@ -133,18 +131,26 @@ _STAGE_FIGURES: list[_Figure[StageUsage]] = [
 ]
 
 
+class _Shown(NamedTuple):
+    """The engine that is shown."""
+
+    card: ModelCard
+    snapshot: Callable[[], EngineSnapshot]
+
+
 class EngineState(Collector):
     """Shows one engine; nothing before it is attached."""
 
     def __init__(self, model_name: str, clock: Callable[[], float]) -> None:
         self._model_name = model_name
         self._clock = clock
-        self._engine: Engine | None = None
+        self._engine: _Shown | None = None
         # Moments and each stage's busy seconds by then.
         self._samples: deque[tuple[float, list[float]]] = deque()
 
-    def attach(self, engine: Engine) -> None:
-        """Show this engine from now on."""
+    def attach(self, card: ModelCard, snapshot: Callable[[], EngineSnapshot]) -> None:
+        """Show this engine from now on. snapshot: gives its newest."""
+        engine = _Shown(card, snapshot)
         # First: another thread may collect at this very moment.
         self._sample(engine)
         self._engine = engine
@@ -154,34 +160,34 @@ class EngineState(Collector):
         if self._engine is not None:
             self._sample(self._engine)
 
-    def _sample(self, engine: Engine) -> None:
+    def _sample(self, engine: _Shown) -> None:
         samples = self._samples
-        samples.append((self._clock(), [usage.busy_s for usage in engine.usage]))
+        samples.append((self._clock(), [stage.busy_s for stage in engine.snapshot().stages]))
         while len(samples) > 2 and samples[-1][0] - samples[1][0] >= _BUSY_WINDOW_S:
             samples.popleft()
 
     def collect(self) -> Iterator[Metric]:
         """What there is to see now."""
-        engine = self._engine
-        if engine is None:
+        if self._engine is None:
             return
+        now = self._engine.snapshot()
         model = [self._model_name]
         for figure in _FIGURES:
             family = figure.family(
                 f"headrace:{figure.name}", figure.documentation, labels=["model_name"]
             )
-            family.add_metric(model, figure.value(engine.scheduler))
+            family.add_metric(model, figure.value(now))
             yield family
         for of_stage in _STAGE_FIGURES:
-            values = [of_stage.value(usage) for usage in engine.usage]
+            values = [of_stage.value(stage) for stage in now.stages]
             yield self._by_stage(of_stage.family, of_stage.name, of_stage.documentation, values)
         yield self._by_stage(
             GaugeMetricFamily,
             "stage_busy_fraction",
             f"Part of the last {_BUSY_WINDOW_S:g} seconds in which the stage computed.",
-            self._busy_fractions(engine.num_stages),
+            self._busy_fractions(len(now.stages)),
         )
-        yield self._cache_config(engine.scheduler)
+        yield self._cache_config(self._engine.card)
 
     def _by_stage(
         self, family: _Family, name: str, documentation: str, values: list[float]
@@ -201,14 +207,13 @@ class EngineState(Collector):
             for early, late in zip(before, after, strict=True)
         ]
 
-    def _cache_config(self, scheduler: Scheduler) -> Metric:
+    def _cache_config(self, card: ModelCard) -> Metric:
         """Labels as in vLLM: programs that route requests read them."""
-        config = scheduler.config
         info = GaugeMetricFamily(
             "headrace:cache_config_info",
             "How the KV cache is laid out; always 1.",
             labels=["model_name", "block_size", "num_gpu_blocks", "enable_prefix_caching"],
         )
-        sizes = [str(config.block_size), str(config.num_blocks), str(config.prefix_caching)]
+        sizes = [str(card.block_size), str(card.num_blocks), str(card.prefix_caching)]
         info.add_metric([self._model_name, *sizes], 1)
         return info

@@ -54,9 +54,8 @@ class Service:
     def attach(self, engine: AsyncLLM) -> None:
         """The engine has loaded: requests are let in."""
         self.engine = engine
-        tokenizer = engine.running.tokenizer
-        self._longest_token = tokenizer.longest_token
-        self.metrics.attach(engine.running)
+        self._longest_token = engine.tokenizer.longest_token
+        self.metrics.attach(engine.card, lambda: engine.snapshot)
 
     def ready(self) -> AsyncLLM:
         """The engine. Raises ApiError while it loads, when it is broken and when it drains."""
@@ -99,9 +98,8 @@ class Service:
     async def encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
         """Token ids of a text. Raises ApiError naming the field if it is no valid Unicode, or too
         long whatever its tokens are."""
-        running = self.ready().running
-        encode = running.tokenizer.encode
-        limit = running.deployment.max_model_len
+        engine = self.ready()
+        encode, limit = engine.tokenizer.encode, engine.card.max_model_len
         if len(text) > limit * self._longest_token:
             raise ApiError(
                 400,
@@ -117,7 +115,7 @@ class Service:
 
     async def offsets(self, text: str, add_special_tokens: bool) -> list[int]:
         """Where the tokens of a text that was encoded begin in it."""
-        offsets = self.ready().running.tokenizer.offsets
+        offsets = self.ready().tokenizer.offsets
         return await self._tokenized(offsets, text, add_special_tokens)
 
     async def _tokenized(

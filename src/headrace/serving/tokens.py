@@ -32,14 +32,14 @@ async def tokenize(service: Service, body: TokenizeBody) -> Tokenized:
         tokens = await service.encode(body.prompt, special, "prompt")
     strings = None
     if body.return_token_strs:
-        core = engine.running.tokenizer.core
+        core = engine.tokenizer.core
         strings = [core.id_to_token(token) or "" for token in tokens]
-    return Tokenized(len(tokens), engine.running.deployment.max_model_len, tokens, strings)
+    return Tokenized(len(tokens), engine.card.max_model_len, tokens, strings)
 
 
 async def detokenize(service: Service, body: DetokenizeBody) -> Detokenized:
     """The text of tokens, special ones included. Raises ApiError."""
-    core = service.ready().running.tokenizer.core
+    core = service.ready().tokenizer.core
     service.check_model(body.model)
     size = core.get_vocab_size()
     for token in (min(body.tokens), max(body.tokens)) if body.tokens else ():
