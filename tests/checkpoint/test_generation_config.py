@@ -18,8 +18,8 @@ from headrace.checkpoint.generation_config import (
 from headrace.checkpoint.gguf_file import read_gguf
 from headrace.checkpoint.gguf_tokenizer import end_ids
 from headrace.errors import ModelError
+from headrace.serving.engine_request import sampling_params
 from headrace.serving.requests import ChatBody, CompletionBody
-from headrace.serving.sampling import sampling_params
 from tiny_checkpoints import write_tiny_gguf, write_tiny_llama
 
 ALL = {

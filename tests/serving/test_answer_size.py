@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.sampling_params import SamplingParams
 from headrace.serving.answer_size import MOST_ENTRIES, check_answer_size
-from headrace.serving.errors import ApiError
+from headrace.serving.api_errors import ApiError
 from headrace.serving.pieces import LATER, fill, joined
 from headrace.serving.responses import CompletionChoice
 from serving.tiny_model import MAX_LENGTH, MODEL, completion_arguments

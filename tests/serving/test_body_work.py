@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
+from headrace.serving.api_errors import ApiError
 from headrace.serving.body import MOST_BODIES, Bodies
 from headrace.serving.body_work import SMALL, _pieces, _Scan, check_work
-from headrace.serving.errors import ApiError
 from headrace.serving.requests import DetokenizeBody
 from headrace.serving.settings import ServerSettings
 

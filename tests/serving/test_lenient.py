@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from headrace.serving.api_errors import ApiError
 from headrace.serving.body import decoded
-from headrace.serving.errors import ApiError
 from headrace.serving.requests import ChatBody, CompletionBody, DetokenizeBody
 
 REFUSED = "refused"

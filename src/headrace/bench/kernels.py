@@ -31,7 +31,7 @@ class _Task(msgspec.Struct, array_like=True):
     rounds: int
 
 
-class _Answer(msgspec.Struct, array_like=True):
+class _Measured(msgspec.Struct, array_like=True):
     """kernels: the path that they take. cases: JSON of each."""
 
     kernels: str
@@ -62,7 +62,7 @@ def measure_kernels(
     (cpus,) = stage_cpus(1, threads, "auto", allowed=this.allowed_cpus, cores=this.cores)
     say("kernels, in a process of their own")
     task = msgspec.msgpack.encode(_Task(config, dtype, rows, rounds))
-    answer = msgspec.msgpack.decode(answer_alone(__name__, 0, cpus, task), type=_Answer)
+    answer = msgspec.msgpack.decode(answer_alone(__name__, 0, cpus, task), type=_Measured)
     return {
         "model": model,
         "dtype": dtype,
@@ -126,7 +126,7 @@ def _run() -> None:
             measure_case(case, task.rounds)
             for case in kernel_cases(task.config, getattr(torch, task.dtype), task.rows)
         ]
-    sys.stdout.buffer.write(msgspec.msgpack.encode(_Answer(path.path_name(), cases)))
+    sys.stdout.buffer.write(msgspec.msgpack.encode(_Measured(path.path_name(), cases)))
 
 
 if __name__ == "__main__":

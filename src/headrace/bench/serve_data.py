@@ -166,10 +166,10 @@ class _Text(msgspec.Struct):
     prompt: str
 
 
-_Answer = TypeVar("_Answer")
+_Body = TypeVar("_Body")
 
 
-def _decode(path: str, body: bytes, kind: type[_Answer]) -> _Answer:
+def _decode(path: str, body: bytes, kind: type[_Body]) -> _Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError as error:

@@ -107,7 +107,7 @@ def generate(
             else tokenizer.encode(text)
         )
         defaults: dict[str, Any] = {"max_tokens": 128, **card.sampling_defaults}
-        answer = _answer(llm, ids, SamplingParams(**defaults | given), echo=not as_json)
+        answer = _generated(llm, ids, SamplingParams(**defaults | given), echo=not as_json)
         llm.settle()
         if trace is not None:
             write_trace(trace, llm.timelines(), "; ".join([model, *_labels(llm)]))
@@ -119,7 +119,7 @@ def generate(
 
 
 @dataclass
-class _Answer:
+class _Generated:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
@@ -150,9 +150,9 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         raise UsageError(f"the prompt in {source} is not UTF-8 text: {error.reason}") from error
 
 
-def _answer(llm: LLM, prompt: list[int], params: SamplingParams, echo: bool) -> _Answer:
+def _generated(llm: LLM, prompt: list[int], params: SamplingParams, echo: bool) -> _Generated:
     """Run the request; echo: print the text as it comes."""
-    answer = _Answer()
+    answer = _Generated()
     started = time.monotonic()
     for delta in llm.stream(prompt, params):
         if delta.token is not None:
@@ -169,7 +169,7 @@ def _answer(llm: LLM, prompt: list[int], params: SamplingParams, echo: bool) -> 
     return answer
 
 
-def _as_json(llm: LLM, prompt: list[int], answer: _Answer) -> dict[str, Any]:
+def _as_json(llm: LLM, prompt: list[int], answer: _Generated) -> dict[str, Any]:
     card, now = llm.card, llm.snapshot
     return {
         "prompt_tokens": len(prompt),
@@ -225,7 +225,7 @@ def _labels(llm: LLM) -> list[str]:
     return labels
 
 
-def _print_summary(llm: LLM, prompt: list[int], answer: _Answer) -> None:
+def _print_summary(llm: LLM, prompt: list[int], answer: _Generated) -> None:
     card = llm.card
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
     console.print(

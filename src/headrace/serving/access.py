@@ -8,7 +8,7 @@ from hashlib import blake2b
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.serving.answers import LastResponse
-from headrace.serving.errors import ApiError
+from headrace.serving.api_errors import ApiError
 
 # For probes and scrapers, which have no key; what they show says nothing of requests.
 _OPEN = frozenset({"/health", "/version", "/metrics", "/docs", "/redoc", "/openapi.json"})

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from headrace.sampling_params import SamplingParams
-from headrace.serving.errors import ApiError
+from headrace.serving.api_errors import ApiError
 
 # Some 80 MB of JSON; a batch of 64 prompts of 8,000 tokens with one likeliest token each has room.
 MOST_ENTRIES = 2**20

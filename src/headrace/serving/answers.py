@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.errors import HeadraceError
+from headrace.serving.api_errors import INTERNAL, ApiError, as_api_error
 from headrace.serving.connection import LINGER_S, TRANSPORT
-from headrace.serving.errors import INTERNAL, ApiError, as_api_error
 from headrace.serving.pieces import Pieces, joined
 from headrace.serving.service import Generation
 

@@ -14,10 +14,10 @@ import headrace
 from headrace.errors import HeadraceError
 from headrace.serving.access import KeyCheck
 from headrace.serving.answers import ClientGone, LastResponse, unless_gone
+from headrace.serving.api_errors import INTERNAL, ApiError, as_api_error
 from headrace.serving.body import Bodies
-from headrace.serving.chat import answer_chat
+from headrace.serving.chat_completions import answer_chat
 from headrace.serving.completions import complete
-from headrace.serving.errors import INTERNAL, ApiError, as_api_error
 from headrace.serving.openapi import describe, openapi
 from headrace.serving.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from headrace.serving.responses import (

@@ -11,8 +11,8 @@ import msgspec
 from starlette.requests import Request
 
 from headrace.serving.answers import ClientGone
+from headrace.serving.api_errors import ApiError
 from headrace.serving.body_work import SMALL, check_work
-from headrace.serving.errors import ApiError
 from headrace.serving.lenient import lenient
 from headrace.serving.requests import Body
 from headrace.serving.settings import ServerSettings

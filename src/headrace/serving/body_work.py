@@ -7,7 +7,7 @@ next to nothing, however long they are.
 import asyncio
 from collections.abc import Iterator
 
-from headrace.serving.errors import ApiError
+from headrace.serving.api_errors import ApiError
 
 # Smaller ones cannot cost much, whatever is in them.
 SMALL = 64 * 1024

@@ -16,8 +16,14 @@ from headrace.protocol.messages import TokenLogprobs
 from headrace.sampling_params import SamplingParams
 from headrace.serving.answer_size import check_answer_size
 from headrace.serving.answers import EventStream, WholeAnswer
+from headrace.serving.api_errors import ApiError
 from headrace.serving.choices import Choice, Choices
-from headrace.serving.errors import ApiError
+from headrace.serving.engine_request import (
+    check_room,
+    check_stream_options,
+    salt_of,
+    sampling_params,
+)
 from headrace.serving.logprobs import (
     CompletionColumns,
     TextOffsets,
@@ -28,12 +34,6 @@ from headrace.serving.logprobs import (
 from headrace.serving.pieces import LATER, Pieces, Work, fill, in_turns
 from headrace.serving.requests import CompletionBody
 from headrace.serving.responses import Completion, CompletionChoice, Usage
-from headrace.serving.sampling import (
-    check_room,
-    check_stream_options,
-    salt_of,
-    sampling_params,
-)
 from headrace.serving.service import Generation, Service
 
 _FIELDS = {name: name for name in CompletionBody.__struct_fields__}
@@ -103,7 +103,7 @@ async def complete(service: Service, body: CompletionBody) -> Response:
         if body.prompt_logprobs is not None
         else {**fields, "prompt_logprobs": fields["logprobs"]},
     )
-    answer = _Answer(service, body, params, shown, prompts)
+    answer = _TextCompletion(service, body, params, shown, prompts)
     # From here on something runs, which only the answer ends.
     generation = await service.begin(
         prompts, params, body.priority or 0, fields, salt_of(body), keeps=not body.stream
@@ -150,7 +150,7 @@ def _decoded(prompt: list[int], reader: Detokenizer, complete: bool) -> Work[_Sh
     return _ShownPrompt("".join(texts) + (stream.finish() if complete else ""), offsets)
 
 
-class _Answer:
+class _TextCompletion:
     """What is the same in all parts of an answer, and how its parts are made.
 
     shown: the prompts that were given as texts, by number.
@@ -246,7 +246,7 @@ class _Answer:
         return self._reports[number]
 
 
-async def _whole(answer: _Answer, generation: Generation) -> Pieces:
+async def _whole(answer: _TextCompletion, generation: Generation) -> Pieces:
     choices = Choices(answer.prompts, answer.params)
     async for number, deltas in generation:
         choices.add(number, deltas)
@@ -264,7 +264,7 @@ async def _whole(answer: _Answer, generation: Generation) -> Pieces:
 
 
 async def _events(
-    answer: _Answer, generation: Generation, include_usage: bool
+    answer: _TextCompletion, generation: Generation, include_usage: bool
 ) -> AsyncGenerator[Pieces, None]:
     no_usage = None if include_usage else UNSET
     choices = Choices(answer.prompts, answer.params)

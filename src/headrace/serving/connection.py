@@ -9,7 +9,7 @@ from typing import cast
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from headrace.serving.errors import error_json
+from headrace.serving.api_errors import error_json
 from headrace.serving.open_files import REFUSED_AT_ONCE
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from headrace.deployment.model_card import ModelCard
 from headrace.engine.snapshot import EngineSnapshot
 from headrace.sampling_params import SamplingParams
 from headrace.serving.metrics_engine import EngineState
-from headrace.serving.metrics_requests import RequestMetrics, RequestWatch
+from headrace.serving.metrics_requests import RequestTotals, RequestWatch
 
 
 class ServerMetrics:
@@ -25,7 +25,7 @@ class ServerMetrics:
     def __init__(self, model_name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._requests = RequestMetrics(model_name, self._registry)
+        self._requests = RequestTotals(model_name, self._registry)
         self._engine = EngineState(model_name, clock)
         self._registry.register(self._engine)
 

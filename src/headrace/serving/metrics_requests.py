@@ -27,7 +27,7 @@ _TOKENS = tuple(digit * 10**zeros for zeros in range(6) for digit in (1, 2, 5))
 _COMPLETIONS = (1, 2, 5, 10, 20)
 
 
-class RequestMetrics:
+class RequestTotals:
     """What all requests add up to.
 
     A request is counted in the histograms of requests when its first token comes, so those that
@@ -115,7 +115,7 @@ class RequestMetrics:
 class RequestWatch:
     """One request's part in the metrics, from being given to the engine to its end."""
 
-    def __init__(self, metrics: RequestMetrics, prompt_tokens: int, params: SamplingParams) -> None:
+    def __init__(self, metrics: RequestTotals, prompt_tokens: int, params: SamplingParams) -> None:
         self._metrics = metrics
         self._prompt_tokens = prompt_tokens
         self._params = params

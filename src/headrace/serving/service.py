@@ -10,6 +10,7 @@ from headrace.engine.outputs import OutputDelta
 from headrace.engine_thread import Submission
 from headrace.errors import HeadraceError, UsageError
 from headrace.sampling_params import SamplingParams
+from headrace.serving.api_errors import ApiError, as_api_error
 from headrace.serving.backlog import (
     MOST_HELD_BYTES,
     Backlog,
@@ -17,7 +18,6 @@ from headrace.serving.backlog import (
     delta_bytes,
     report_bytes,
 )
-from headrace.serving.errors import ApiError, as_api_error
 from headrace.serving.metrics import ServerMetrics
 from headrace.serving.settings import ServerSettings
 

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from headrace.serving.chat import encode_messages
-from headrace.serving.errors import ApiError
+from headrace.serving.api_errors import ApiError
+from headrace.serving.chat_completions import encode_messages
 from headrace.serving.requests import DetokenizeBody, TokenizeBody
 from headrace.serving.responses import Detokenized, Tokenized
 from headrace.serving.service import Service

@@ -16,8 +16,14 @@ from headrace.protocol.messages import TokenLogprobs
 from headrace.sampling_params import SamplingParams
 from headrace.serving.answer_size import check_answer_size
 from headrace.serving.answers import EventStream, WholeAnswer
+from headrace.serving.api_errors import ApiError
 from headrace.serving.choices import Choices
-from headrace.serving.errors import ApiError
+from headrace.serving.engine_request import (
+    check_room,
+    check_stream_options,
+    salt_of,
+    sampling_params,
+)
 from headrace.serving.logprobs import chat_logprobs, prompt_logprobs
 from headrace.serving.pieces import LATER, Pieces, fill, in_turns
 from headrace.serving.requests import ChatBody, Messages
@@ -30,12 +36,6 @@ from headrace.serving.responses import (
     ChatDelta,
     PromptLogprobs,
     Usage,
-)
-from headrace.serving.sampling import (
-    check_room,
-    check_stream_options,
-    salt_of,
-    sampling_params,
 )
 from headrace.serving.service import Generation, Service
 
@@ -88,7 +88,7 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
         vocab_size=engine.card.vocab_size,
         fields=fields,
     )
-    answer = _Answer(service, body, params, prompt)
+    answer = _ChatCompletion(service, body, params, prompt)
     # From here on something runs, which only the answer ends.
     generation = await service.begin(
         [prompt], params, body.priority or 0, fields, salt_of(body), keeps=not body.stream
@@ -128,7 +128,7 @@ async def encode_messages(
     return await service.encode(text, add_special_tokens, "messages")
 
 
-class _Answer:
+class _ChatCompletion:
     """What is the same in all parts of an answer, and how its parts are made."""
 
     def __init__(
@@ -178,7 +178,7 @@ class _Answer:
         return await in_turns(prompt_logprobs(choices.reports[0], self._reader), self._writing)
 
 
-async def _whole(answer: _Answer, generation: Generation) -> Pieces:
+async def _whole(answer: _ChatCompletion, generation: Generation) -> Pieces:
     choices = Choices([answer.prompt], answer.params)
     async for number, deltas in generation:
         choices.add(number, deltas)
@@ -210,7 +210,7 @@ async def _whole(answer: _Answer, generation: Generation) -> Pieces:
 
 
 async def _events(
-    answer: _Answer, generation: Generation, include_usage: bool
+    answer: _ChatCompletion, generation: Generation, include_usage: bool
 ) -> AsyncGenerator[Pieces, None]:
     no_usage = None if include_usage else UNSET
     choices = Choices([answer.prompt], answer.params)

@@ -7,7 +7,7 @@ from headrace.checkpoint.generation_config import SamplingDefaults
 from headrace.errors import UsageError
 from headrace.sampling_params import SamplingParams
 from headrace.serving.access import caller_salt
-from headrace.serving.errors import ApiError, as_api_error
+from headrace.serving.api_errors import ApiError, as_api_error
 from headrace.serving.requests import GenerationBody
 
 # Fields that SamplingParams has under the same names.
