@@ -63,7 +63,7 @@ def test_every_kernel_is_measured_at_every_number_of_rows(
         among = ("torch float32", "torch bfloat16") if product else ("torch",)
         assert case["reference"] in among
     assert {"machine", "versions"} <= answer.keys()
-    bench_kernels._print_answer(answer)
+    bench_kernels._print_figures(answer)
     assert "linear gate_up" in capsys.readouterr().out
 
 

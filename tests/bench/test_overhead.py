@@ -72,7 +72,7 @@ def test_a_decode_steps_time_is_divided_into_kernels_and_python(
         assert all(share > 0 for share in steps["percent"].values())
         assert sum(steps["percent"].values()) == pytest.approx(100, abs=0.1)
     assert {"machine", "versions"} <= answer.keys()
-    bench_overhead._print_answer(answer)
+    bench_overhead._print_figures(answer)
     assert "python_us_per_step" in capsys.readouterr().out
 
 

@@ -58,7 +58,7 @@ def test_throughput_counts_every_token_of_every_round(
     assert all(stage["kernels"] for stage in answer["stages"])
     assert all(0 < stage["busy_fraction"] <= 1 for stage in answer["stages"])
     check_where(answer)
-    bench_throughput._print_answer(answer)
+    bench_throughput._print_figures(answer)
     assert "busy fraction" in (shown := capsys.readouterr().out)
     assert "python 3" in shown.splitlines()[-1]
 
@@ -82,7 +82,7 @@ def test_latency_times_every_token_of_one_request_at_a_time(
     # The whole answer takes longer than its first token.
     assert 8 / answer["output_tokens_per_s"] * 1e3 > answer["ttft_ms_min"]
     check_where(answer)
-    bench_latency._print_answer(answer)
+    bench_latency._print_figures(answer)
     assert "ttft_ms" in (shown := capsys.readouterr().out)
     assert "python 3" in shown.splitlines()[-1]
 

@@ -5,9 +5,10 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
+from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.engine.stage_usage import StageUsage
 from headrace.engine.step_cost import StepWork
@@ -36,6 +37,14 @@ class Batch:
         """Positions of a request in whole blocks, and a block more, since the scheduler keeps one
         free for each that decodes: so a cache holds all of this load, and not much else."""
         return (-(-(self.input_len + self.output_len) // block_size) + 1) * block_size
+
+    def fitted(self, config: EngineConfig) -> EngineConfig:
+        """The settings with room for this load, and no more slots than it has requests."""
+        return replace(
+            config,
+            max_model_len=self.max_model_len(config.block_size),
+            max_num_seqs=min(config.sequences, self.num_prompts),
+        )
 
 
 @dataclass(frozen=True)

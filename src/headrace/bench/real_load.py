@@ -47,13 +47,7 @@ def run_policies(
     )
 
     def run(setting: Setting, workload: Items[LoadRequest]) -> _Record:
-        config = EngineConfig(
-            model=model,
-            pipeline_parallel_size=num_stages,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=setting.max_num_batched_tokens,
-            prefill_policy=setting.prefill_policy,
-        )
+        config = _engine_config(setting, model, num_stages, max_model_len)
         foretold = _Foretold(num_stages)
         with running_engine(config, _say_nothing, recorder=foretold) as running:
             return _run_load(running.engine, foretold, workload)
@@ -87,16 +81,22 @@ def run_orders(*, model: str, num_stages: int, requests: int, max_model_len: int
     load = LongLoad(max_model_len, requests)
     results = []
     for contender in CONTENDERS:
-        config = EngineConfig(
-            model=model,
-            pipeline_parallel_size=num_stages,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=contender.setting.max_num_batched_tokens,
-            prefill_policy=contender.setting.prefill_policy,
-        )
+        config = _engine_config(contender.setting, model, num_stages, max_model_len)
         with running_engine(config, _say_nothing, order=contender.order()) as running:
             results.append(_run_long(running.engine, load, contender))
     return {**load.as_json(results), "pipeline": model, "pp": num_stages}
+
+
+def _engine_config(
+    setting: Setting, model: str, num_stages: int, max_model_len: int
+) -> EngineConfig:
+    return EngineConfig(
+        model=model,
+        pipeline_parallel_size=num_stages,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=setting.max_num_batched_tokens,
+        prefill_policy=setting.prefill_policy,
+    )
 
 
 def _run_long(engine: Engine, load: LongLoad, contender: Contender) -> LongFigures:

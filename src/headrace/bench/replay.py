@@ -45,19 +45,7 @@ def replay_policies(
     workload = mixed_load(shape, requests, rate, seed)
     results = {}
     for setting in settings:
-        config = SchedulerConfig(
-            max_model_len=shape.max_positions,
-            max_num_seqs=_MAX_NUM_SEQS,
-            max_num_batched_tokens=setting.max_num_batched_tokens,
-            block_size=_BLOCK_SIZE,
-            num_blocks=_NUM_BLOCKS,
-            num_microbatches=num_stages,
-            window=num_stages + 2,
-            eos_token_ids=frozenset(),
-            prefix_caching=False,
-            prefill_policy=setting.prefill_policy,
-            num_stages=num_stages,
-        )
+        config = _scheduler_config(setting, num_stages, shape.max_positions)
         results[setting] = replay(workload, config, cost, num_stages).figures()
     return {
         "workload": "mixed",
@@ -80,19 +68,7 @@ def replay_orders(*, num_stages: int, requests: int, max_model_len: int) -> dict
     cost = _of_a_stage(_SMALL_MODEL, num_stages)
     results = []
     for contender in CONTENDERS:
-        config = SchedulerConfig(
-            max_model_len=max_model_len,
-            max_num_seqs=_MAX_NUM_SEQS,
-            max_num_batched_tokens=contender.setting.max_num_batched_tokens,
-            block_size=_BLOCK_SIZE,
-            num_blocks=_NUM_BLOCKS,
-            num_microbatches=num_stages,
-            window=num_stages + 2,
-            eos_token_ids=frozenset(),
-            prefix_caching=False,
-            prefill_policy=contender.setting.prefill_policy,
-            num_stages=num_stages,
-        )
+        config = _scheduler_config(contender.setting, num_stages, max_model_len)
         record = replay(load.requests(), config, cost, num_stages, contender.order())
         results.append(load.figures(contender, record.tokens_at))
     return {
@@ -101,6 +77,23 @@ def replay_orders(*, num_stages: int, requests: int, max_model_len: int) -> dict
         "pp": num_stages,
         "cost_of_a_stage": asdict(cost),
     }
+
+
+def _scheduler_config(setting: Setting, num_stages: int, max_model_len: int) -> SchedulerConfig:
+    """With a microbatch a stage."""
+    return SchedulerConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=_MAX_NUM_SEQS,
+        max_num_batched_tokens=setting.max_num_batched_tokens,
+        block_size=_BLOCK_SIZE,
+        num_blocks=_NUM_BLOCKS,
+        num_microbatches=num_stages,
+        window=num_stages + 2,
+        eos_token_ids=frozenset(),
+        prefix_caching=False,
+        prefill_policy=setting.prefill_policy,
+        num_stages=num_stages,
+    )
 
 
 def _of_a_stage(whole: StepCost, num_stages: int) -> StepCost:

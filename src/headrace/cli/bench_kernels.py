@@ -1,6 +1,5 @@
 """`headrace bench kernels`: every native kernel against torch, with a model's shapes."""
 
-import json
 from typing import Annotated, Any, cast
 
 import typer
@@ -8,7 +7,7 @@ import typer
 from headrace.checks import check_type
 from headrace.cli import options
 from headrace.cli.flags import engine_flags, with_flags
-from headrace.cli.printing import print_rows, print_where, progress, rounded
+from headrace.cli.printing import print_answer, print_rows, print_where, progress
 from headrace.errors import UsageError
 
 # What fits a line: the reference's spread is in the JSON.
@@ -39,8 +38,7 @@ def kernels(
     threads = engine["cpu_threads"]
     with progress() as say:
         measured = measure_kernels(engine["model"], cast(Any, dtype), counts, threads, rounds, say)
-    answer = rounded(measured)
-    print(json.dumps(answer)) if as_json else _print_answer(answer)
+    print_answer(measured, as_json, _print_figures)
     return 0
 
 
@@ -54,7 +52,7 @@ def _parse_rows(text: str) -> list[int]:
     return counts
 
 
-def _print_answer(answer: dict[str, Any]) -> None:
+def _print_figures(answer: dict[str, Any]) -> None:
     print(
         f"{answer['model']}, {answer['dtype']}, kernels {answer['kernels']}, threads: "
         f"{answer['threads']}; decode rows at {answer['context']} positions, a prompt's chunk of "

@@ -1,7 +1,5 @@
 """`headrace bench latency`: one request at a time."""
 
-import json
-from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +8,7 @@ from headrace.bench.batch_run import Batch
 from headrace.bench.latency import measure_latency
 from headrace.cli import options
 from headrace.cli.flags import engine_flags, with_flags
-from headrace.cli.printing import print_rows, print_where, progress, rounded
+from headrace.cli.printing import print_answer, print_rows, print_spread, print_where, progress
 from headrace.config import EngineConfig
 
 
@@ -35,31 +33,20 @@ def latency(
     debug: options.Debug = False,
 ) -> int:
     """One request at a time: tokens a second, time to the first token and between tokens."""
-    options.check_range("--input-len", input_len, 1, 1_000_000)
-    options.check_range("--output-len", output_len, 2, 1_000_000)
-    options.check_range("--rounds", rounds, 1, 1000)
+    options.check_load(1, input_len, output_len, rounds, least_output=2)
     config = EngineConfig(max_num_seqs=1, enable_prefix_caching=False, **engine)
     batch = Batch(rounds, input_len, output_len, config.seed)
-    config = replace(config, max_model_len=batch.max_model_len(config.block_size))
     with progress() as say:
-        measured = measure_latency(config, batch, say)
-    answer = rounded(measured.as_json())
-    print(json.dumps(answer)) if as_json else _print_answer(answer)
+        measured = measure_latency(batch.fitted(config), batch, say)
+    print_answer(measured.as_json(), as_json, _print_figures)
     return 0
 
 
-def _print_answer(answer: dict[str, Any]) -> None:
+def _print_figures(answer: dict[str, Any]) -> None:
     print(
         f"{answer['model']}, pp={answer['pp']}, {answer['dtype']}: one request at a time, "
         f"{answer['input_len']} tokens in, {answer['output_len']} out, rounds: {answer['rounds']}"
     )
-    figures = ("output_tokens_per_s", "ttft_ms")
-    print_rows(
-        [
-            {"figure": name, "median": answer[name], "least": answer[f"{name}_min"],
-             "most": answer[f"{name}_max"]}
-            for name in figures
-        ]
-    )  # fmt: skip
+    print_spread(answer, ("output_tokens_per_s", "ttft_ms"))
     print_rows([{key: answer[key] for key in ("token_ms_p50", "token_ms_p90", "token_ms_p99")}])
     print_where(answer)

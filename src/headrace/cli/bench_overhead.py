@@ -1,6 +1,5 @@
 """`headrace bench overhead`: what of a decode step is Python, and where the rest of a step goes."""
 
-import json
 from typing import Annotated, Any
 
 import typer
@@ -8,7 +7,7 @@ import typer
 from headrace.bench.batch_run import Batch
 from headrace.cli import options
 from headrace.cli.flags import engine_flags, with_flags
-from headrace.cli.printing import print_rows, print_where, progress, rounded
+from headrace.cli.printing import print_answer, print_rows, print_spread, print_where, progress
 from headrace.config import EngineConfig
 
 
@@ -28,11 +27,8 @@ def overhead(
     # Only here: it brings in all of torch.
     from headrace.bench.overhead import measure_overhead
 
-    options.check_range("--num-prompts", num_prompts, 1, 512)
-    options.check_range("--input-len", input_len, 1, 1_000_000)
     # Until the last prompts are in, some decode already.
-    options.check_range("--output-len", output_len, 4, 1_000_000)
-    options.check_range("--rounds", rounds, 1, 1000)
+    options.check_load(num_prompts, input_len, output_len, rounds, most_prompts=512, least_output=4)
     batch = Batch(num_prompts, input_len, output_len, seed=0)
     config = EngineConfig(
         max_model_len=batch.max_model_len(EngineConfig.block_size),
@@ -43,29 +39,18 @@ def overhead(
         **engine,
     )
     with progress() as say:
-        answer = rounded(measure_overhead(config, batch, rounds, say).as_json())
-    print(json.dumps(answer)) if as_json else _print_answer(answer)
+        measured = measure_overhead(config, batch, rounds, say)
+    print_answer(measured.as_json(), as_json, _print_figures)
     return 0
 
 
-def _print_answer(answer: dict[str, Any]) -> None:
+def _print_figures(answer: dict[str, Any]) -> None:
     print(
         f"{answer['model']}, pp=1, {answer['dtype']}: {answer['steps']} decode steps of "
         f"{answer['num_prompts']} rows with {answer['kernel_calls_per_step']} kernel calls "
         f"({answer['kernels']}), rounds: {answer['rounds']}"
     )
-    figures = ("step_us", "python_us_per_step", "python_share")
-    print_rows(
-        [
-            {
-                "figure": name,
-                "median": answer[name],
-                "least": answer[f"{name}_min"],
-                "most": answer[f"{name}_max"],
-            }
-            for name in figures
-        ]
-    )
+    print_spread(answer, ("step_us", "python_us_per_step", "python_share"))
     steps = answer["profile"]
     shares = {f"{kind} (%)": steps[kind]["percent"] for kind in steps}
     print(

@@ -1,7 +1,5 @@
 """`headrace bench overlap`: what deferred token feedback gains over blocking."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +11,7 @@ from headrace.checkpoint.locate import SYNTHETIC
 from headrace.checkpoint.synthetic import parse_stage_time
 from headrace.cli import options
 from headrace.cli.flags import engine_flags, with_flags
-from headrace.cli.printing import print_rows, progress, rounded
+from headrace.cli.printing import print_answer, print_rows, progress
 from headrace.config import EngineConfig
 from headrace.errors import UsageError
 from headrace.trace import write_trace
@@ -63,10 +61,7 @@ def overlap(
     # Only here: it brings in all of torch.
     from headrace.bench.overlap import measure_overlap
 
-    options.check_range("--num-prompts", num_prompts, 1, 100_000)
-    options.check_range("--input-len", input_len, 1, 1_000_000)
-    options.check_range("--output-len", output_len, 2, 1_000_000)
-    options.check_range("--rounds", rounds, 1, 1000)
+    options.check_load(num_prompts, input_len, output_len, rounds, least_output=2)
     config = EngineConfig(
         model=_model(model, synthetic_stage_ms), enable_prefix_caching=False, **engine
     )
@@ -78,11 +73,7 @@ def overlap(
         )
     options.check_range("--pipeline-parallel-size", num_stages, 2, 64)
     batch = Batch(num_prompts, input_len, output_len, config.seed)
-    config = replace(
-        config,
-        max_model_len=batch.max_model_len(config.block_size),
-        max_num_seqs=min(config.sequences, num_prompts),
-    )
+    config = batch.fitted(config)
     if plot is not None:
         check_matplotlib()
         options.check_writable("--plot", plot)
@@ -93,9 +84,8 @@ def overlap(
         measured = measure_overlap(config, batch, rounds, say, timelines=wanted)
     if plot is not None:
         draw(plot, measured.title, measured.panels)
-    answer = rounded(measured.as_json())
     # First, so that a full disk does not lose them.
-    print(json.dumps(answer), flush=True) if as_json else _print_answer(answer)
+    print_answer(measured.as_json(), as_json, _print_figures)
     if trace is not None:
         write_trace(trace, measured.timelines["deferred"], measured.title)
     if plot is not None:
@@ -113,7 +103,7 @@ def _model(model: str | None, synthetic_stage_ms: str | None) -> str:
     return SYNTHETIC + synthetic_stage_ms.strip()
 
 
-def _print_answer(answer: dict[str, Any]) -> None:
+def _print_figures(answer: dict[str, Any]) -> None:
     for key in ("label", "emulated_link"):
         if key in answer:
             print(f"{key.replace('_', ' ')}: {answer[key]}")

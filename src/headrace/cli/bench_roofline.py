@@ -1,6 +1,5 @@
 """`headrace bench roofline`: the machine's rates, and the limit they set to a load."""
 
-import json
 from typing import Annotated, Any, cast
 
 import typer
@@ -9,7 +8,7 @@ from headrace.bench.batch_run import Batch
 from headrace.checks import check_type
 from headrace.cli import options
 from headrace.cli.flags import engine_flags, with_flags
-from headrace.cli.printing import print_rows, print_where, progress, rounded
+from headrace.cli.printing import print_answer, print_rows, print_where, progress
 
 
 @with_flags
@@ -28,19 +27,16 @@ def roofline(
     # Only here: it brings in all of torch.
     from headrace.bench.roofline import Dtype, measure_roofline
 
-    options.check_range("--num-prompts", num_prompts, 1, 100_000)
-    options.check_range("--input-len", input_len, 1, 1_000_000)
-    options.check_range("--output-len", output_len, 1, 1_000_000)
-    options.check_range("--rounds", rounds, 1, 1000)
+    options.check_load(num_prompts, input_len, output_len, rounds)
     check_type("--dtype", dtype, Dtype)
     batch = Batch(num_prompts, input_len, output_len, seed=0)
     with progress() as say:
-        answer = rounded(measure_roofline(engine["model"], cast(Any, dtype), batch, rounds, say))
-    print(json.dumps(answer)) if as_json else _print_answer(answer)
+        answer = measure_roofline(engine["model"], cast(Any, dtype), batch, rounds, say)
+    print_answer(answer, as_json, _print_figures)
     return 0
 
 
-def _print_answer(answer: dict[str, Any]) -> None:
+def _print_figures(answer: dict[str, Any]) -> None:
     print(f"rates: medians of {answer['rounds']}, products of {answer['rows']} rows")
     print_rows(
         [

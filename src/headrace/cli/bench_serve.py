@@ -1,7 +1,6 @@
 """`headrace bench serve`: a load on a running server, with the flags of vLLM's tool."""
 
 import asyncio
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from headrace.bench.serve_figures import LoadRun
 from headrace.bench.serve_load import Load, measure_load, models_when_ready
 from headrace.checks import check_type
 from headrace.cli import options
-from headrace.cli.printing import print_rows, print_where, progress, rounded
+from headrace.cli.printing import print_answer, print_rows, print_where, progress
 from headrace.client import Client, environment_api_key
 from headrace.errors import ServerError, UsageError
 
@@ -125,23 +124,21 @@ def serve(
 
     with progress() as say, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         load, run = runner.run(_measure(client, load, ready_check_timeout_sec, say))
-    answer = rounded(
-        {
-            "backend": backend,
-            "base_url": client.root,
-            "model_id": load.model,
-            "dataset_name": dataset_name,
-            "num_prompts": num_prompts,
-            # JSON has no infinity.
-            "request_rate": request_rate if math.isfinite(request_rate) else "inf",
-            "burstiness": burstiness,
-            "max_concurrency": max_concurrency,
-            **run.as_json(),
-            "machine": machine(),
-            "versions": versions(),
-        }
-    )
-    print(json.dumps(answer)) if as_json else _print_answer(answer)
+    answer = {
+        "backend": backend,
+        "base_url": client.root,
+        "model_id": load.model,
+        "dataset_name": dataset_name,
+        "num_prompts": num_prompts,
+        # JSON has no infinity.
+        "request_rate": request_rate if math.isfinite(request_rate) else "inf",
+        "burstiness": burstiness,
+        "max_concurrency": max_concurrency,
+        **run.as_json(),
+        "machine": machine(),
+        "versions": versions(),
+    }
+    print_answer(answer, as_json, _print_figures)
     if run.errors:
         print(
             f"headrace: {len(run.errors)} of {num_prompts} requests failed, the first with: "
@@ -177,7 +174,7 @@ def _lines(path: Path | None) -> list[str]:
     return lines
 
 
-def _print_answer(answer: dict[str, Any]) -> None:
+def _print_figures(answer: dict[str, Any]) -> None:
     concurrency = answer["max_concurrency"] or "any number"
     print(
         f"{answer['model_id']} at {answer['base_url']}, {answer['dataset_name']}: "

@@ -1,7 +1,5 @@
 """`headrace bench throughput`: output tokens a second, all requests at once."""
 
-import json
-from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +8,7 @@ from headrace.bench.batch_run import Batch
 from headrace.bench.throughput import measure_throughput
 from headrace.cli import options
 from headrace.cli.flags import engine_flags, with_flags
-from headrace.cli.printing import print_rows, print_where, progress, rounded
+from headrace.cli.printing import print_answer, print_rows, print_where, progress
 from headrace.config import EngineConfig
 
 
@@ -39,25 +37,16 @@ def throughput(
     debug: options.Debug = False,
 ) -> int:
     """Output tokens a second: greedy, no end-of-text, no prefix cache; the median of the rounds."""
-    options.check_range("--num-prompts", num_prompts, 1, 100_000)
-    options.check_range("--input-len", input_len, 1, 1_000_000)
-    options.check_range("--output-len", output_len, 1, 1_000_000)
-    options.check_range("--rounds", rounds, 1, 1000)
+    options.check_load(num_prompts, input_len, output_len, rounds)
     config = EngineConfig(enable_prefix_caching=False, **engine)
     batch = Batch(num_prompts, input_len, output_len, config.seed)
-    config = replace(
-        config,
-        max_model_len=batch.max_model_len(config.block_size),
-        max_num_seqs=min(config.sequences, num_prompts),
-    )
     with progress() as say:
-        measured = measure_throughput(config, batch, rounds, say)
-    answer = rounded(measured.as_json())
-    print(json.dumps(answer)) if as_json else _print_answer(answer)
+        measured = measure_throughput(batch.fitted(config), batch, rounds, say)
+    print_answer(measured.as_json(), as_json, _print_figures)
     return 0
 
 
-def _print_answer(answer: dict[str, Any]) -> None:
+def _print_figures(answer: dict[str, Any]) -> None:
     print(
         f"{answer['model']}, pp={answer['pp']}, {answer['dtype']}: {answer['num_prompts']} "
         f"requests, {answer['max_num_seqs']} at once, {answer['input_len']} tokens in, "

@@ -50,6 +50,22 @@ def check_range(flag: str, value: int, low: int, high: int) -> None:
         raise UsageError(f"{flag} must be from {low} to {high}, not {value}")
 
 
+def check_load(
+    num_prompts: int,
+    input_len: int,
+    output_len: int,
+    rounds: int,
+    *,
+    most_prompts: int = 100_000,
+    least_output: int = 1,
+) -> None:
+    """Raises UsageError naming the flag for a bench's load that is out of range."""
+    check_range("--num-prompts", num_prompts, 1, most_prompts)
+    check_range("--input-len", input_len, 1, 1_000_000)
+    check_range("--output-len", output_len, least_output, 1_000_000)
+    check_range("--rounds", rounds, 1, 1000)
+
+
 def check_writable(flag: str, path: Path) -> None:
     """Raises UsageError naming the flag if the file could not be written; leaves no file behind."""
     try:

@@ -1,6 +1,7 @@
 """Figures for people: rounded, in tables."""
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +26,29 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         table.add_row(*(_number(value) for value in row.values()))
     Console(width=None if Console().is_terminal else 160).print(table)
+
+
+def print_answer(
+    answer: dict[str, Any], as_json: bool, for_people: Callable[[dict[str, Any]], None]
+) -> None:
+    """A bench's answer, rounded: as one line of JSON, or as for_people prints it."""
+    shown = rounded(answer)
+    print(json.dumps(shown), flush=True) if as_json else for_people(shown)
+
+
+def print_spread(answer: dict[str, Any], figures: Iterable[str]) -> None:
+    """A row for each figure: its median, its least and its most."""
+    print_rows(
+        [
+            {
+                "figure": name,
+                "median": answer[name],
+                "least": answer[f"{name}_min"],
+                "most": answer[f"{name}_max"],
+            }
+            for name in figures
+        ]
+    )
 
 
 def print_where(answer: dict[str, Any]) -> None:
