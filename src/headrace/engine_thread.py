@@ -179,11 +179,11 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._closing:
-                if self._engine.scheduler.idle:
+                if self._engine.idle:
                     self._wait_for_order()
                 while not self._orders.empty():
                     self._orders.get()()
-                if not self._engine.scheduler.idle:
+                if not self._engine.idle:
                     self._deliver(self._engine.step())
             self._end(UsageError("this AsyncLLM is closed: make another"))
             self._stages.close(drain=True)

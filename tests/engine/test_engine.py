@@ -342,3 +342,75 @@ def test_first_come_first_served_takes_no_priority() -> None:
         target.add([1], SamplingParams(), priority=-1)
     assert target.scheduler.idle
     target.add([1], SamplingParams(), priority=0)
+
+
+@dataclass
+class Notes:
+    """A recorder. heard: what it was told, in order. predicted: seconds, of steps with rows."""
+
+    heard: list[tuple[str, int]] = field(default_factory=list)
+    predicted: list[float] = field(default_factory=list)
+
+    def on_plan(self, plan: Plan, num_microbatches: int) -> None:
+        self.heard.append(("plan", plan.step))
+        assert num_microbatches == 1
+
+    def on_result(self, result: Result) -> None:
+        self.heard.append(("result", result.step))
+
+    def on_report(self, report: Report, work: StepWork, predicted_s: float) -> None:
+        self.heard.append(("report", report.step))
+        if work.tokens:
+            self.predicted.append(predicted_s)
+
+
+def test_a_recorder_hears_of_every_plan_result_and_report_before_it_is_learnt_from() -> None:
+    notes, pipeline = Notes(), Pipeline()
+    target = engine(pipeline)
+    target.recorder = notes
+    target.add([1], SamplingParams(max_tokens=6))
+    prior = target.snapshot.costs[0].seconds(StepWork(1, 1, 1))
+    run(target)
+    for kind in ("plan", "result", "report"):
+        steps = [step for heard, step in notes.heard if heard == kind]
+        assert steps == [plan.step for plan in pipeline.plans]
+    # Each step took 0.75 s.
+    assert notes.predicted[0] == prior < 0.1
+    assert notes.predicted[-1] == pytest.approx(0.75, rel=0.1)
+
+
+def test_a_snapshot_is_of_the_moment_before_the_engine_waits_and_stays_as_it_is() -> None:
+    pipeline = Pipeline()
+    target = engine(pipeline)
+    idle = target.snapshot
+    assert (idle.num_running, idle.num_waiting, idle.steps, idle.blocks_used) == (0, 0, 0, 0)
+    for _ in range(5):
+        target.add([1, 2], SamplingParams(max_tokens=3))
+    seen = []
+    receive = pipeline.receive
+
+    def look(timeout_s: float) -> list[Result | Report]:
+        seen.append(target.snapshot)
+        return receive(timeout_s)
+
+    pipeline.receive = look  # type: ignore[method-assign]
+    run(target)
+    first = seen[0]
+    # Four slots for five; the window's three steps are on their way.
+    assert (first.num_running, first.num_waiting, first.slots_used) == (4, 1, 4)
+    assert (first.slots_total, first.blocks_total) == (4, 64)
+    assert (first.steps_in_flight, first.stages[0].busy_s) == (first.steps, 0.0)
+    last = target.snapshot
+    assert (last.num_running, last.num_waiting, last.slots_used, last.blocks_used) == (0, 0, 0, 0)
+    assert (last.steps, last.steps_in_flight) == (len(pipeline.plans), 0)
+    assert last.stages[0].busy_s == 0.75 * last.steps
+    assert idle.steps == 0
+
+
+def test_an_abort_shows_at_once() -> None:
+    target = engine(Pipeline(silent=True))
+    requests = [target.add([1], SamplingParams(max_tokens=3)) for _ in range(6)]
+    target.step(0.0)
+    assert target.snapshot.num_waiting == 2
+    target.abort(requests[-1])
+    assert target.snapshot.num_waiting == 1

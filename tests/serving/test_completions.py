@@ -59,6 +59,9 @@ def test_models_are_listed_and_found_by_each_of_their_names(client: OpenAI) -> N
         "model",
         MAX_LENGTH,
     )
+    assert extra(found, "architecture") == "LlamaForCausalLM"
+    assert extra(found, "dtype") in ("float32", "bfloat16")
+    assert extra(found, "num_stages") == 2
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("gpt-4")
     assert (caught.value.param, caught.value.code) == ("model", "model_not_found")

@@ -1,6 +1,7 @@
 """`headrace chat`: talk to a model in this process, or to one on a server."""
 
 import asyncio
+import sys
 from collections.abc import Iterable
 from typing import Annotated, Any
 
@@ -82,6 +83,8 @@ def chat(
     config = EngineConfig(model=model, max_num_seqs=1, **engine)
     with loading_display(config.pipeline_parallel_size) as on_progress:
         llm = AsyncLLM(config, on_progress=on_progress, on_tokenizer=check_chats)
+    if sys.stdin.isatty():
+        print(f"{model}: {llm.card.line}", file=sys.stderr)
     defaults: dict[str, Any] = {"max_tokens": None, **llm.card.sampling_defaults}
     params = SamplingParams(**defaults | sampling)
     with llm:

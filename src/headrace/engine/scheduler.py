@@ -51,9 +51,6 @@ class Accepted(msgspec.Struct, frozen=True, gc=False):
 class Scheduler:
     """Decode rows before prefill chunks; better priorities first; in each, see PrefillOrder.
 
-    Other threads may read counts (steps_in_flight, newest_step, num_*, slots_used, blocks_used,
-    prefix_cache_*, preemptions) at any time; between two plans they may be off by what just moves.
-
     Sequences that decode belong to one of `num_microbatches` groups, which take turns, so that a
     row's token is back when its group's turn comes. Prefill chunks go into any step. When blocks
     run out, the newest sequence is preempted: it loses slot and blocks, to be computed again.

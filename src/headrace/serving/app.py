@@ -178,5 +178,14 @@ def _json(value: msgspec.Struct) -> Response:
 
 
 def _model(service: Service, name: str) -> Model:
-    max_model_len = service.ready().card.max_model_len
-    return Model(name, "model", service.started_at, "headrace", max_model_len)
+    card = service.ready().card
+    return Model(
+        name,
+        "model",
+        service.started_at,
+        "headrace",
+        card.max_model_len,
+        card.architecture,
+        card.dtype,
+        len(card.stages),
+    )

@@ -152,13 +152,20 @@ class ChatChunk(msgspec.Struct):
 
 
 class Model(msgspec.Struct):
-    """A name that requests may call the model, and the positions that a sequence may have."""
+    """A name that requests may call the model, and what there is to say of it.
+
+    max_model_len: positions that a sequence may have. architecture: as the model's files call it.
+    dtype: of weights, activations and cache. num_stages: that its layers are split over.
+    """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: Literal["headrace"]
     max_model_len: int
+    architecture: str
+    dtype: str
+    num_stages: int
 
 
 class ModelList(msgspec.Struct):
