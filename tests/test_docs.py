@@ -1,9 +1,12 @@
 """What README and docs/ name must be there."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from headrace import EngineConfig
 
 ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,3 +40,8 @@ def test_the_sources_refer_to_documents_that_exist() -> None:
 
 def test_the_readme_has_fewer_than_a_thousand_words() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) < 1000
+
+
+def test_every_setting_of_the_engine_is_explained() -> None:
+    told = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert [field.name for field in fields(EngineConfig) if f"`{field.name}`" not in told] == []
