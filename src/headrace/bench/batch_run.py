@@ -34,8 +34,8 @@ class Batch:
         ]
 
     def max_model_len(self, block_size: int) -> int:
-        """Positions of a request in whole blocks, and a block more, since the scheduler keeps one
-        free for each that decodes: so a cache holds all of this load, and not much else."""
+        """Positions of a request in whole blocks, and a block more: the scheduler keeps one free
+        for each that decodes. So a cache holds all of this load, and not much else."""
         return (-(-(self.input_len + self.output_len) // block_size) + 1) * block_size
 
     def fitted(self, config: EngineConfig) -> EngineConfig:

@@ -21,9 +21,9 @@ _WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Latency:
-    """What was measured. layers, kernels (the path that they take): of each stage. ready_s:
-    from the launch until the engine was ready. token_times: of each round's request, seconds from
-    adding it to each of its tokens."""
+    """What was measured. layers, kernels: of each stage; kernels is the path that they take.
+    ready_s: from the launch until the engine was ready. token_times: for each round's request, the
+    seconds from when it was added to each of its tokens."""
 
     config: EngineConfig
     batch: Batch

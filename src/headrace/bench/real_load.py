@@ -39,8 +39,8 @@ def run_policies(
 ) -> dict[str, Any]:
     """The same load under each setting, each on a pipeline of its own; as JSON.
 
-    load: the arrival rate over what the stages could serve without bubbles, by the cost fitted
-    while a few requests, all at once, run beforehand.
+    load: the arrival rate over what the stages could serve without bubbles. That follows from the
+    cost of a step, which is fitted beforehand, while a few requests run all at once.
     """
     shape = LoadShape(
         longest_prompt=max_model_len - _LONGEST_OUTPUT, longest_output=_LONGEST_OUTPUT

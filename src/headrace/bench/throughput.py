@@ -16,7 +16,7 @@ _WARM_UP = 4, 8
 
 @dataclass(frozen=True)
 class Throughput:
-    """What was measured. layers, cpus, kernels (the path that they take): of each stage.
+    """What was measured. layers, cpus, kernels: of each stage; kernels is the path that they take.
     ready_s: from the launch until the engine was ready. runs: the rounds, in order."""
 
     config: EngineConfig

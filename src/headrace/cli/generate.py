@@ -231,7 +231,7 @@ def _print_summary(llm: LLM, prompt: list[int], answer: _Generated) -> None:
     console.print(
         f"\n{len(prompt)} prompt + {len(answer.token_ids)} output tokens, "
         f"{answer.tokens_per_s:.1f} tokens/s, first after {answer.first_token_s:.2f} s, "
-        f"loaded in {card.load_s:.1f} s; {card.line}",
+        f"loaded in {card.load_s:.1f} s\n{card.line}",
         highlight=False,
     )
     if defaults := card.sampling_defaults:

@@ -23,9 +23,10 @@ class _Way:
 class LinkTime:
     """Mean one-way time of a link, without comparing two stages' clocks.
 
-    A step's activations leave the first stage, pass the others, and its feedback comes back: that
-    time on the first stage's clock, less the time between arrival and departure on each other
-    stage's own, was spent on links. The median of recent steps counts.
+    A step's activations leave the first stage, pass the others, and its feedback comes back. The
+    first stage's clock says how long that took. Each other stage's clock says how long the step was
+    there, from arrival to departure. What is left was spent on links. The median of recent steps
+    counts.
 
     seconds: of a message between neighbours; 0 before the first is measured, and with one stage.
     """

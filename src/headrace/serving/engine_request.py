@@ -45,8 +45,9 @@ def sampling_params(
 
 
 def salt_of(body: GenerationBody) -> bytes:
-    """What its tokens have to share with others' to be found in the prefix cache: the key, unless
-    all keys share it, and its own cache_salt."""
+    """What parts its blocks from others' in the prefix cache: only requests with the same salt
+    find each other's. It is made of the key, unless all keys share the cache, and of the request's
+    own cache_salt."""
     return caller_salt.get() + (body.cache_salt or "").encode()
 
 
