@@ -22,6 +22,7 @@ from headrace.engine.outputs import CompletionOutput, OutputDelta
 from headrace.engine.scheduler import Scheduler
 from headrace.execution.model_executor import ModelExecutor
 from headrace.protocol.plan import Plan
+from headrace.protocol.ranks import Ranks
 from headrace.sampling_params import SamplingParams
 from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork
 from headrace.simulation.virtual_stages import VirtualStages
@@ -114,7 +115,7 @@ class Simulation:
             pipeline=self.pipeline,
             tokenizer=_TOKENIZER,
             vocab_size=VOCAB,
-            num_stages=self.num_stages,
+            ranks=Ranks(self.num_stages),
             seed=seed,
             stall_timeout=_DEADLINE_S,
             max_logprobs=5,
@@ -205,7 +206,7 @@ class Simulation:
 
         network = VirtualNetwork(
             self.clock,
-            self.num_stages,
+            Ranks(self.num_stages),
             delay=lambda channel: link_delay(),
             bytes_per_s=rng.choice([None, 1e4]),
         )

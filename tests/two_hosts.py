@@ -23,7 +23,7 @@ MASTER_ADDRESS = relay.ADDRESSES[0]
 _STAGE_STARTER = """#!/bin/sh
 for argument in "$@"; do
     case $argument in
-        */stage-*[13579]) exec ip netns exec {other} {python} "$@" ;;
+        */rank-*[13579]) exec ip netns exec {other} {python} "$@" ;;
     esac
 done
 exec {python} "$@"

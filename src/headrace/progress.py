@@ -35,9 +35,9 @@ def loading_display(num_stages: int, *, lines: bool = False) -> Iterator[Callabl
 
         def show(message: Loading) -> None:
             progress.update(
-                bars[message.stage],
+                bars[message.rank],
                 completed=message.fraction,
-                description=f"stage {message.stage}: {message.phase}",
+                description=f"stage {message.rank}: {message.phase}",
             )
             if lines and message.fraction >= 1:
                 progress.console.print(_line(message), highlight=False)
@@ -51,7 +51,7 @@ def _print_when_done(message: Loading) -> None:
 
 
 def _line(message: Loading) -> str:
-    return f"stage {message.stage}: {message.phase} loaded"
+    return f"stage {message.rank}: {message.phase} loaded"
 
 
 @contextmanager

@@ -49,10 +49,10 @@ def trace_events(timelines: Iterable[Timeline]) -> list[dict[str, Any]]:
     origin = min((a.began for line in lines for a in line.activities), default=0.0)
     events = []
     for line in lines:
-        row = {"pid": 0, "tid": line.stage}
-        events.append({**row, "ph": "M", "name": "thread_name", "args": _name(line.stage)})
+        row = {"pid": 0, "tid": line.rank}
+        events.append({**row, "ph": "M", "name": "thread_name", "args": _name(line.rank)})
         events.append(
-            {**row, "ph": "M", "name": "thread_sort_index", "args": {"sort_index": line.stage}}
+            {**row, "ph": "M", "name": "thread_sort_index", "args": {"sort_index": line.rank}}
         )
         events += [{**row, **_event(activity, origin, line.now)} for activity in line.activities]
     return events

@@ -19,6 +19,7 @@ from headrace.host.cpus import StageCpus
 from headrace.model.architectures.llama import llama_program
 from headrace.protocol.messages import Result, StageConfig
 from headrace.protocol.plan import Plan, Sampling, Yield, token_count
+from headrace.protocol.ranks import Ranks
 from headrace.sampling_params import SamplingParams
 from tiny_checkpoints import write_tiny_gguf
 
@@ -64,8 +65,8 @@ def stage_config(checkpoint: Path, stage: int) -> StageConfig:
     share = stage_shares([2, 2])[stage]
     return StageConfig(
         epoch=0,
-        stage=stage,
-        num_stages=2,
+        rank=stage,
+        ranks=Ranks(2),
         share=share,
         model_path=str(checkpoint),
         model_kind="gguf",

@@ -13,6 +13,7 @@ from headrace.engine.step_cost import StepWork
 from headrace.errors import StallError, UsageError
 from headrace.protocol.messages import Activity, Report, Result, Timeline, TokenLogprobs
 from headrace.protocol.plan import Plan, Yield
+from headrace.protocol.ranks import Ranks
 from headrace.sampling_params import SamplingParams
 
 
@@ -74,7 +75,7 @@ def engine(pipeline: Pipeline, seed: int = 0, stall_timeout: float = 60.0) -> En
     )
     vocabulary = {f"t{n}": n for n in range(10)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
-    return Engine(Scheduler(config), pipeline, tokenizer, 10, 1, seed, stall_timeout, 5)
+    return Engine(Scheduler(config), pipeline, tokenizer, 10, Ranks(1), seed, stall_timeout, 5)
 
 
 def seeds(base: int) -> list[int]:

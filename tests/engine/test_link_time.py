@@ -4,6 +4,7 @@ import pytest
 
 from headrace.engine.link_time import LinkTime
 from headrace.protocol.messages import Report
+from headrace.protocol.ranks import Ranks
 
 
 def report(
@@ -28,7 +29,7 @@ def way(step: int, link_s: float, num_stages: int, busy_s: float = 0.02) -> list
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_it_is_found_without_comparing_clocks(num_stages: int) -> None:
-    times = LinkTime(num_stages, window=6)
+    times = LinkTime(Ranks(num_stages), window=6)
     for step in range(5):
         for one in way(step, 0.025, num_stages):
             times.add(one)
@@ -36,7 +37,7 @@ def test_it_is_found_without_comparing_clocks(num_stages: int) -> None:
 
 
 def test_reports_may_come_in_any_order() -> None:
-    times = LinkTime(3, window=6)
+    times = LinkTime(Ranks(3), window=6)
     reports = [one for step in range(8) for one in way(step, 0.01, 3)]
     random.Random(1).shuffle(reports)
     for one in reports:
@@ -45,7 +46,7 @@ def test_reports_may_come_in_any_order() -> None:
 
 
 def test_it_follows_the_link_up_and_down() -> None:
-    times = LinkTime(2, window=6)
+    times = LinkTime(Ranks(2), window=6)
     for step in range(120):
         link_s = 0.05 if 40 <= step < 80 else 0.001
         for one in way(step, link_s, 2):
@@ -56,7 +57,7 @@ def test_it_follows_the_link_up_and_down() -> None:
 
 
 def test_a_few_late_messages_do_not_count() -> None:
-    times = LinkTime(2, window=6)
+    times = LinkTime(Ranks(2), window=6)
     for step in range(40):
         for one in way(step, 0.5 if step % 5 == 0 else 0.002, 2):
             times.add(one)
@@ -64,7 +65,7 @@ def test_a_few_late_messages_do_not_count() -> None:
 
 
 def test_steps_without_feedback_are_forgotten() -> None:
-    times = LinkTime(2, window=3)
+    times = LinkTime(Ranks(2), window=3)
     for step in range(1000):
         times.add(report(0, step, 1.0, []))
         times.add(report(1, step, None, [(step, 1.0)]))
@@ -73,6 +74,6 @@ def test_steps_without_feedback_are_forgotten() -> None:
 
 
 def test_a_single_stage_has_no_links() -> None:
-    times = LinkTime(1, window=3)
+    times = LinkTime(Ranks(1), window=3)
     times.add(report(0, 0, None, []))
     assert times.seconds == 0.0

@@ -17,6 +17,7 @@ from headrace.errors import UsageError
 from headrace.protocol import codec
 from headrace.protocol.codec import decode_to_stage, encode_plan
 from headrace.protocol.plan import Plan, TokenRules, Yield
+from headrace.protocol.ranks import Ranks
 from headrace.sampling_params import MOST_BAD_WORD_TOKENS, SamplingParams
 
 
@@ -81,7 +82,7 @@ def toy_engine(pipeline: Pipeline, **config: Any) -> Engine:
     made = engine(pipeline, **config)
     tokenizer = Tokenizer(models.WordLevel({f"t{n}": n for n in range(10)}, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return Engine(made.scheduler, pipeline, tokenizer, 10, 1, 0, 60.0, 5)
+    return Engine(made.scheduler, pipeline, tokenizer, 10, Ranks(1), 0, 60.0, 5)
 
 
 def run(target: Engine) -> None:
@@ -133,7 +134,7 @@ def test_a_list_of_requests_that_never_ran_is_never_sent() -> None:
 
 
 def messages(plan: Plan, stages: int) -> Iterator[Plan]:
-    for data in encode_plan(plan, stages):
+    for data in encode_plan(plan, Ranks(stages)):
         decoded = decode_to_stage(data)
         assert isinstance(decoded, Plan)
         yield decoded
@@ -174,7 +175,7 @@ def test_a_plan_is_encoded_once_for_the_last_stage_and_once_for_all_others(
         return encode(plan)
 
     monkeypatch.setattr(codec, "encode", counted)
-    assert len(codec.encode_plan(pipeline.plans[0], stages)) == stages
+    assert len(codec.encode_plan(pipeline.plans[0], Ranks(stages))) == stages
     assert len(encoded) == encodings
 
 

@@ -5,6 +5,7 @@ import pytest
 from headrace.engine.stall import LINES_SHOWN, Scene, StallWatch, title
 from headrace.errors import StallError
 from headrace.protocol.messages import Activity, ActivityKind, Timeline
+from headrace.protocol.ranks import Ranks
 
 NOW = 1000.0
 
@@ -17,7 +18,9 @@ def going(stage: int, kind: ActivityKind, of: int, seconds: float) -> Timeline:
 
 def scene(*timelines: Timeline, stages: int = 3) -> Scene:
     """Step 7 is due, steps up to 9 were planned; who does not answer was heard 61 s ago."""
-    return Scene(NOW, 7, 9, [NOW - 61.0] * stages, {line.stage: line for line in timelines})
+    return Scene(
+        NOW, 7, 9, [NOW - 61.0] * stages, {line.rank: line for line in timelines}, Ranks(stages)
+    )
 
 
 def measured(stage: int, step: int) -> bool:

@@ -24,7 +24,7 @@ def abandoned(folder: Path, name: str = "headrace-0123abcd", mode: int = 0o700) 
     left = folder / name
     left.mkdir()
     left.chmod(mode)
-    for name in ("stage-0", "watch-0", "stage-0.log", "stage-11", "promises"):
+    for name in ("rank-0", "watch-0", "rank-0.log", "rank-11", "promises"):
         (left / name).touch()
     return left
 
@@ -75,7 +75,7 @@ def test_folders_that_only_look_like_an_engines_are_left_alone(temporary: Path) 
     link.symlink_to(elsewhere)
     EngineFolder().remove()
     for folder in (somebodys, with_more, named, elsewhere, link):
-        assert (folder / "stage-0.log").exists()
+        assert (folder / "rank-0.log").exists()
 
 
 def test_engines_that_start_at_once_do_not_take_each_others_folders_for_abandoned() -> None:

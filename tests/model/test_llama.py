@@ -22,6 +22,7 @@ from headrace.model.weights import open_tensors
 from headrace.protocol.messages import Result
 from headrace.protocol.plan import Plan
 from headrace.protocol.program import StoredTensor
+from headrace.protocol.ranks import Ranks
 from headrace.sampling_params import SamplingParams
 from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork
 from headrace.simulation.virtual_stages import VirtualStages
@@ -106,7 +107,7 @@ def run_stages(
     scheduler.add(sequence)
     clock = VirtualClock()
     with torch.inference_mode():
-        network = VirtualNetwork(clock, len(executors))
+        network = VirtualNetwork(clock, Ranks(len(executors)))
         stages = VirtualStages(clock, network, list(executors), window=4, max_rows=2)
         while not scheduler.idle:
             while (plan := scheduler.plan()) is not None:

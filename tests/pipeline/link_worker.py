@@ -23,6 +23,7 @@ import torch
 
 from headrace.pipeline.links import LinkError, Rendezvous, connect, disconnect
 from headrace.protocol.messages import LinkEmulation
+from headrace.protocol.ranks import Ranks
 from pipeline.link_scenarios import ALL, DEADLY, Die, Meet, Pause, Rank, Scenario, Wait
 
 _DEVICES = {"gloo": "cpu", "nccl": "cuda", "xccl": "xpu"}
@@ -76,7 +77,7 @@ def rank_main(
             share_one_device(number)
     emulation = request["emulation"] and LinkEmulation(*request["emulation"])
     meeting = Rendezvous("127.0.0.1", port, store_fd if number == 0 else None)
-    links = connect(meeting, number, request["world"], device, 60.0, emulation)
+    links = connect(meeting, number, Ranks(request["world"]), device, 60.0, emulation)
     rank = Rank(number, links, device, time.monotonic, emulation or LinkEmulation(), kind != "cpu")
     addresses = listening() if kind == "cpu" else []
     outcomes: dict[str, str | None] = {}

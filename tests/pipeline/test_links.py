@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from headrace.pipeline.ledger import Channel, Tensors
 from headrace.pipeline.links import SlowLine, edges
 from headrace.protocol.messages import LinkEmulation
+from headrace.protocol.ranks import Ranks
 from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork, VirtualTransfer
 from pipeline.link_scenarios import DEADLY, PROMISES, SLOW_LINE
 from pipeline.virtual_ranks import run_virtual_world
@@ -173,7 +174,7 @@ def test_a_slow_line_and_a_virtual_link_agree(
     per_s = None if seconds == 0 else 8 / seconds
     line = SlowLine(LinkEmulation(latency, per_s))
     clock = VirtualClock()
-    network = VirtualNetwork(clock, 2, lambda channel: latency, per_s)
+    network = VirtualNetwork(clock, Ranks(2), lambda channel: latency, per_s)
     edge = Channel(Tensors.ACTIVATIONS, 0, 1)
     receives: list[VirtualTransfer] = []
 
@@ -196,6 +197,9 @@ def test_a_slow_line_and_a_virtual_link_agree(
 
 
 def test_edges_are_one_per_neighbour_and_one_for_feedback() -> None:
-    assert edges(1) == []
-    assert [(e.source, e.target) for e in edges(2)] == [(0, 1), (1, 0)]
-    assert [(e.source, e.target) for e in edges(4)] == [(0, 1), (1, 2), (2, 3), (3, 0)]
+    assert edges(Ranks(1)) == []
+    assert [(e.source, e.target) for e in edges(Ranks(2))] == [(0, 1), (1, 0)]
+    assert [(e.source, e.target) for e in edges(Ranks(4))] == [(0, 1), (1, 2), (2, 3), (3, 0)]
+    # Shard to shard: stages are ranks 0 and 1, 2 and 3, 4 and 5.
+    two_shards = [(0, 2), (1, 3), (2, 4), (3, 5), (4, 0), (5, 1)]
+    assert [(e.source, e.target) for e in edges(Ranks(3, 2))] == two_shards

@@ -21,6 +21,7 @@ from headrace.pipeline.ledger import Tensors
 from headrace.pipeline.stage_loop import StageRole, stage_loop
 from headrace.protocol.messages import RowLogprobs, Stop
 from headrace.protocol.plan import Plan, Row, TokenRef, Yield
+from headrace.protocol.ranks import Ranks
 
 
 @dataclass
@@ -83,7 +84,7 @@ def run(
     executor: Executor | None = None,
 ) -> list[str]:
     """Drive one stage with plans that arrive in batches; returns what it did, in words."""
-    role = StageRole(stage, num_stages, 0, window, 4, blocking)
+    role = StageRole(stage, Ranks(num_stages), 0, window, 4, blocking)
     loop = stage_loop(role, executor or Executor())
     buffers: dict[tuple[Any, int], torch.Tensor] = {}
     batches = list(arrivals)

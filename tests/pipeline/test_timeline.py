@@ -15,7 +15,7 @@ from headrace.protocol.plan import Plan
 
 
 def timeline() -> StageTimeline:
-    return StageTimeline(epoch=0, stage=1, memory=lambda: 7)
+    return StageTimeline(epoch=0, rank=1, memory=lambda: 7)
 
 
 def plan(step: int, microbatch: int = 0, epoch: int = 0) -> Plan:
@@ -70,7 +70,7 @@ def test_the_report_adds_up_the_step_and_then_starts_anew() -> None:
     record(target, "send_wait", 0, 3.5, 3.625)
     record(target, "send", 0, 3.625, 3.75)
     report = target.finish(4.0)
-    assert (report.epoch, report.step, report.stage) == (0, 0, 1)
+    assert (report.epoch, report.step, report.rank) == (0, 0, 1)
     assert (report.began, report.ended) == (2.0, 4.0)
     assert (report.plan_wait_s, report.feedback_wait_s, report.activation_wait_s) == (1.0, 0.0, 0.5)
     assert (report.forward_s, report.sample_s, report.send_wait_s) == (0.75, 0.25, 0.125)

@@ -7,6 +7,7 @@ import torch
 
 from headrace.pipeline.links import LinkError
 from headrace.protocol.messages import LinkEmulation
+from headrace.protocol.ranks import Ranks
 from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork, VirtualTransfer
 from pipeline.link_scenarios import ALL, Die, Meet, Pause, Rank, Scenario, Wait
 
@@ -15,7 +16,7 @@ def run_virtual_world(name: str, world: int, emulation: LinkEmulation) -> None:
     """Raises what a rank's scenario raises; AssertionError if one never ends."""
     clock = VirtualClock()
     network = VirtualNetwork(
-        clock, world, lambda channel: emulation.latency_s, emulation.bytes_per_s
+        clock, Ranks(world), lambda channel: emulation.latency_s, emulation.bytes_per_s
     )
     meeting: list[_Player] = []
     players = []

@@ -7,6 +7,7 @@ import torch
 
 from headrace.pipeline.ledger import Channel, Tensors
 from headrace.pipeline.links import LinkError
+from headrace.protocol.ranks import Ranks
 from headrace.simulation.virtual_links import (
     LinkMisuseError,
     VirtualClock,
@@ -23,7 +24,7 @@ def ends(
 ) -> tuple[VirtualClock, VirtualNetwork, VirtualLink, VirtualLink]:
     """A clock, a network of two stages, and the sending and the receiving end of an edge."""
     clock = VirtualClock()
-    network = VirtualNetwork(clock, 2, lambda _: latency, bytes_per_s)
+    network = VirtualNetwork(clock, Ranks(2), lambda _: latency, bytes_per_s)
     source, target = network.links(channel.source), network.links(channel.target)
     return clock, network, source[channel], target[channel]
 
@@ -65,7 +66,7 @@ def test_messages_of_an_edge_arrive_in_order_one_after_another_on_the_line() -> 
 def test_no_message_overtakes_another_however_the_delays_come() -> None:
     clock = VirtualClock(random.Random(1))
     delays = random.Random(2)
-    network = VirtualNetwork(clock, 2, lambda _: delays.choice([0.0, 0.0, delays.random()]))
+    network = VirtualNetwork(clock, Ranks(2), lambda _: delays.choice([0.0, 0.0, delays.random()]))
     buffers = [torch.zeros(1, dtype=torch.int64) for _ in range(50)]
     received = [network.links(1)[FORWARD].receive(buffer) for buffer in buffers]
     for value in range(50):

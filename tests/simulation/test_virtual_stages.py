@@ -12,6 +12,7 @@ from headrace.pipeline.effects import Effect
 from headrace.pipeline.stage_loop import _Stage
 from headrace.protocol.messages import Report, Result, Stop, SyntheticTime
 from headrace.protocol.plan import Plan, Row, TokenRef, Yield
+from headrace.protocol.ranks import Ranks
 from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork
 from headrace.simulation.virtual_stages import VirtualStages
 
@@ -24,6 +25,7 @@ class Run:
 
     num_stages: int
     groups: int
+    num_shards: int = field(default=1, kw_only=True)
     latency: float = 0.0
     blocking: bool = False
     socket_delay: float = 0.0
@@ -35,12 +37,14 @@ class Run:
     def __post_init__(self) -> None:
         executor = SyntheticExecutor(SyntheticTime(STEP_S, 0.0), 1, torch.float32, real_time=False)
         self.window = self.groups + 2
+        ranks = Ranks(self.num_stages, self.num_shards)
         self.stages = VirtualStages(
             self.clock,
-            VirtualNetwork(self.clock, self.num_stages, lambda channel: self.latency),
-            [executor] * self.num_stages,
+            VirtualNetwork(self.clock, ranks, lambda channel: self.latency),
+            [executor] * ranks.count,
             self.window,
             max_rows=1,
+            num_shards=self.num_shards,
             blocking_feedback=self.blocking,
             compute_s=self._compute_s,
             socket_delay=lambda stage: self.socket_delay,
@@ -66,7 +70,7 @@ class Run:
     def pace(self) -> float:
         """Seconds between two steps, far from the beginning."""
         self.steps(8 * self.groups + 2)
-        ends = [r.ended for r in self.reports if r.stage == self.num_stages - 1]
+        ends = [r.ended for r in self.reports if r.rank == self.num_stages - 1]
         first, last = 4 * self.groups, 8 * self.groups
         return (ends[last] - ends[first]) / (last - first)
 
@@ -91,11 +95,21 @@ def test_blocking_feedback_takes_the_whole_way_round_for_every_step() -> None:
     assert Run(2, 2, latency=10.0, blocking=True).pace() == pytest.approx(2 * (STEP_S + 10.0))
 
 
+def test_each_shard_of_a_stage_runs_every_step_and_one_tells_the_result() -> None:
+    run = Run(3, 2, latency=1.0, num_shards=2)
+    run.steps(10)
+    run.stages.stop()
+    run.reports += [m for m in run.stages.receive(0.0) if isinstance(m, Report)]
+    assert [result.step for result in run.results] == list(range(10))
+    done = {rank: [r.step for r in run.reports if r.rank == rank] for rank in range(6)}
+    assert done == {rank: list(range(10)) for rank in range(6)}
+
+
 def test_reports_add_up_to_the_time_that_has_passed() -> None:
     run = Run(3, 1, latency=5.0)
     run.steps(20)
     for stage in range(3):
-        reports = [report for report in run.reports if report.stage == stage]
+        reports = [report for report in run.reports if report.rank == stage]
         assert [report.step for report in reports] == list(range(len(reports)))
         accounted = sum(
             r.plan_wait_s + r.feedback_wait_s + r.activation_wait_s + r.forward_s + r.sample_s

@@ -122,17 +122,17 @@ class RunRecorder:
     @property
     def usage(self) -> list[StageUsage]:
         """How busy each stage was."""
-        usage = [StageUsage()] * (1 + max(report.stage for report in self._reports))
+        usage = [StageUsage()] * (1 + max(report.rank for report in self._reports))
         for report in self._reports:
-            usage[report.stage] = usage[report.stage].plus(report)
+            usage[report.rank] = usage[report.rank].plus(report)
         return usage
 
     @property
     def step_ends(self) -> list[float]:
         """When the last stage was done with each step that has rows, in order."""
         with_rows = {plan.step for plan in self.plans if plan.rows}
-        last = max(report.stage for report in self._reports)
-        return [r.ended for r in self._reports if r.stage == last and r.step in with_rows]
+        last = max(report.rank for report in self._reports)
+        return [r.ended for r in self._reports if r.rank == last and r.step in with_rows]
 
 
 def run_batch(engine: Engine, recorder: RunRecorder, batch: Batch) -> BatchRun:

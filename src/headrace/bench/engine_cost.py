@@ -16,6 +16,7 @@ from headrace.engine.step_cost import StepWork
 from headrace.protocol import codec
 from headrace.protocol.messages import Report, Result, Timeline
 from headrace.protocol.plan import Plan, row_samples
+from headrace.protocol.ranks import Ranks
 from headrace.sampling_params import SamplingParams
 
 _MODEL = "smollm2"
@@ -73,7 +74,7 @@ def engine_cost(running: int, context_len: int, steps: int = 300) -> EngineCost:
         pipeline=pipeline,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
-        num_stages=1,
+        ranks=Ranks(1),
         seed=0,
         stall_timeout=60.0,
         max_logprobs=20,

@@ -210,12 +210,12 @@ def _timelines(running: RunningEngine, run: BatchRun) -> list[Timeline]:
     Raises PipelineError if a stage does not answer.
     """
     lines = running.stages.timelines(_EVERYTHING, _ANSWER_S)
-    silent = set(range(len(running.card.stages))) - {line.stage for line in lines}
+    silent = set(range(len(running.card.stages))) - {line.rank for line in lines}
     if silent:
         raise PipelineError(f"stages {sorted(silent)} sent no time line within {_ANSWER_S:g} s")
     return [
         Timeline(
-            line.stage,
+            line.rank,
             line.now,
             [a for a in line.activities if a.began >= run.began and a.ended is not None],
         )

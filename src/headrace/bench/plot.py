@@ -123,7 +123,7 @@ def _draw_panel(axis: "Axes", panel: Panel, span: float) -> None:
     # The first stage on top.
     axis.set_ylim(len(panel.timelines) - 0.5, -0.5)
     axis.set_yticks(
-        range(len(panel.timelines)), [f"stage {timeline.stage}" for timeline in panel.timelines]
+        range(len(panel.timelines)), [f"stage {timeline.rank}" for timeline in panel.timelines]
     )
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)

@@ -164,7 +164,7 @@ class _Foretold:
         """Note it."""
         if work.tokens:
             measured_s = report.forward_s + report.sample_s
-            self.steps[report.stage].append(_Step(work, predicted_s, measured_s))
+            self.steps[report.rank].append(_Step(work, predicted_s, measured_s))
 
 
 @dataclass

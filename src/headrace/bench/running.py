@@ -24,7 +24,7 @@ def running_engine(
     """
     prefix = f"{name} pipeline: " if name else ""
     watch = StartWatch(
-        on_progress=lambda m: say(f"{prefix}stage {m.stage}, {m.phase} {m.fraction:.0%}")
+        on_progress=lambda m: say(f"{prefix}stage {m.rank}, {m.phase} {m.fraction:.0%}")
     )
     running = launch(config, watch, recorder, order)
     try:

@@ -41,7 +41,7 @@ def seconds_alone(
     first and is not counted. Raises PipelineError if the process fails.
     """
     task = msgspec.msgpack.encode(_Task(config, num_blocks, warm_up, plans))
-    answer = answer_alone(__name__, config.stage, cpus, task)
+    answer = answer_alone(__name__, config.rank, cpus, task)
     return msgspec.msgpack.decode(answer, type=list[float])
 
 
@@ -65,7 +65,7 @@ def replay(executor: Executor, config: StageConfig, plans: Iterable[Plan]) -> li
 def _compute(executor: Executor, config: StageConfig, plan: Plan, inputs: torch.Tensor) -> None:
     activations = executor.forward(plan, inputs)
     logits = tokens = None
-    last = config.stage == config.num_stages - 1
+    last = config.stage == config.ranks.num_stages - 1
     if last and samples(plan):
         logits = executor.logits(plan, activations)
     executor.synchronize()

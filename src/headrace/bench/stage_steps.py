@@ -32,6 +32,7 @@ from headrace.pipeline.timeline import StageTimeline
 from headrace.protocol import codec
 from headrace.protocol.messages import StageConfig, Stop, ToStage
 from headrace.protocol.plan import Plan
+from headrace.protocol.ranks import Ranks
 
 
 class StepTime(msgspec.Struct, array_like=True, frozen=True):
@@ -112,8 +113,8 @@ def run_steps(
 ) -> list[StepTime]:
     """One round, in this process. cpus: all those of the stage, none if it is not pinned."""
     role = StageRole(
-        stage=0,
-        num_stages=1,
+        rank=0,
+        ranks=Ranks(num_stages=1),
         epoch=config.epoch,
         window=config.window,
         max_rows=config.max_num_seqs,
@@ -133,7 +134,7 @@ def run_steps(
             os.sched_setaffinity(0, own)
             stand = _Stand(socket, clock, [*plans, Stop(config.epoch)], config.window)
             loop = stand.watch(stage_loop(role, executor))
-            timeline = StageTimeline(config.epoch, config.stage)
+            timeline = StageTimeline(config.epoch, config.rank)
             drive(loop, control, {}, timeline, config.link_timeout)
             control.close()
     return stand.times

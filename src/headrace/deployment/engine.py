@@ -57,7 +57,7 @@ def new_engine(
         pipeline=pipeline,
         tokenizer=tokenizer.core,
         vocab_size=deployment.model.config.vocab_size,
-        num_stages=num_stages,
+        ranks=deployment.ranks,
         seed=config.seed,
         stall_timeout=deployment.stall_timeout,
         max_logprobs=config.max_logprobs,

@@ -60,7 +60,7 @@ class ModelCard:
 def model_card(
     deployment: Deployment, loaded: list[Loaded], num_blocks: int, load_s: float
 ) -> ModelCard:
-    """The card of a deployment that was started. loaded: what each stage said of its weights."""
+    """The card of a deployment that was started. loaded: what each rank said of its weights."""
     config, model = deployment.config, deployment.model
     return ModelCard(
         name=config.model,
@@ -76,11 +76,13 @@ def model_card(
         stages=tuple(
             StageCard(
                 layers=share.num_layers,
-                kernels=stage.kernels,
-                weight_bytes=stage.weight_bytes,
-                cache_bytes=stage.cache_bytes_per_block * num_blocks,
+                kernels=shards[0].kernels,
+                weight_bytes=sum(shard.weight_bytes for shard in shards),
+                cache_bytes=sum(shard.cache_bytes_per_block for shard in shards) * num_blocks,
             )
-            for share, stage in zip(deployment.shares, loaded, strict=True)
+            for share, shards in zip(
+                deployment.shares, deployment.ranks.by_stage(loaded), strict=True
+            )
         ),
         load_s=load_s,
     )

@@ -115,23 +115,24 @@ def start(
 
 def stage_config(
     deployment: Deployment,
-    stage: int,
+    rank: int,
     epoch: int = 0,
     *,
     master_port: int = 0,
     store_fd: int | None = None,
 ) -> StageConfig:
-    """What a stage is told first. master_port, store_fd: of the store where stages meet, the latter
-    on the first stage alone."""
-    config, model = deployment.config, deployment.model
+    """What a rank is told first. master_port, store_fd: of the store where ranks meet, the latter
+    on the first rank alone."""
+    config, model, ranks = deployment.config, deployment.model, deployment.ranks
+    share = deployment.shares[ranks.stage_of(rank)]
     return StageConfig(
         epoch=epoch,
-        stage=stage,
-        num_stages=deployment.num_stages,
-        share=deployment.shares[stage],
+        rank=rank,
+        ranks=ranks,
+        share=share,
         model_path=str(model.files.path.resolve()),
         model_kind=model.files.kind,
-        program=model.program(deployment.shares[stage]),
+        program=model.program(share),
         synthetic=model.synthetic,
         dtype=deployment.dtype,
         max_model_len=deployment.max_model_len,
@@ -150,7 +151,7 @@ def stage_config(
 
 def _start_stages(deployment: Deployment, epoch: int) -> StageProcesses:
     config = deployment.config
-    if deployment.num_stages == 1:
+    if deployment.ranks.count == 1:
         # Nobody to meet: no address is needed.
         return StageProcesses([stage_config(deployment, 0, epoch)], list(deployment.cpus))
     with bind_master(config.master_addr, config.master_port) as master:
@@ -158,12 +159,12 @@ def _start_stages(deployment: Deployment, epoch: int) -> StageProcesses:
         configs = [
             stage_config(
                 deployment,
-                stage,
+                rank,
                 epoch,
                 master_port=port,
-                store_fd=store_fd if stage == 0 else None,
+                store_fd=store_fd if rank == 0 else None,
             )
-            for stage in range(deployment.num_stages)
+            for rank in range(deployment.ranks.count)
         ]
         return StageProcesses(configs, list(deployment.cpus))
 
@@ -189,6 +190,9 @@ def _priors(deployment: Deployment, loaded: list[Loaded]) -> list[StepCost]:
     """What a step is taken to cost each stage, as long as none was measured."""
     layer = layer_costs(deployment.model.config).layer
     return [
-        prior_cost(stage.weight_bytes, layer * share.num_layers)
-        for share, stage in zip(deployment.shares, loaded, strict=True)
+        # Shards compute side by side.
+        prior_cost(
+            max(shard.weight_bytes for shard in shards), layer * share.num_layers // len(shards)
+        )
+        for share, shards in zip(deployment.shares, deployment.ranks.by_stage(loaded), strict=True)
     ]

@@ -8,7 +8,7 @@ from headrace.deployment.engine import new_engine
 from headrace.deployment.machine import read_machine
 from headrace.deployment.model import read_model
 from headrace.deployment.model_card import ModelCard, model_card
-from headrace.deployment.resolve import resolve
+from headrace.deployment.resolve import Deployment, resolve
 from headrace.engine.engine import Engine
 from headrace.errors import UsageError
 from headrace.protocol.messages import LinkEmulation, Loaded
@@ -29,7 +29,15 @@ class VirtualEngine:
 
 
 def launch_virtual(config: EngineConfig) -> VirtualEngine:
-    """An engine for a synthetic model, on a clock that moves only while the engine waits.
+    """Decide everything for a synthetic model, and start it in virtual time.
+
+    Raises UsageError, also for a real model.
+    """
+    return start_virtual(resolve(config, read_model(config), read_machine()))
+
+
+def start_virtual(deployment: Deployment) -> VirtualEngine:
+    """An engine on a clock that moves only while the engine waits.
 
     Links take what the config's emulation says, and no time without; plans and results take none.
     Raises UsageError for a real model.
@@ -41,15 +49,13 @@ def launch_virtual(config: EngineConfig) -> VirtualEngine:
     from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork
     from headrace.simulation.virtual_stages import VirtualStages
 
-    model = read_model(config)
+    config, model = deployment.config, deployment.model
     if model.synthetic is None:
         raise UsageError(f"{config.model} cannot run in virtual time: only synthetic models can")
-    deployment = resolve(config, model, read_machine())
-    num_stages = deployment.num_stages
     emulation = config.link_emulation or LinkEmulation()
     clock = VirtualClock()
     network = VirtualNetwork(
-        clock, num_stages, lambda _: emulation.latency_s, emulation.bytes_per_s
+        clock, deployment.ranks, lambda _: emulation.latency_s, emulation.bytes_per_s
     )
     executor = SyntheticExecutor(
         model.synthetic,
@@ -60,11 +66,12 @@ def launch_virtual(config: EngineConfig) -> VirtualEngine:
     stages = VirtualStages(
         clock,
         network,
-        [executor] * num_stages,
+        [executor] * deployment.ranks.count,
         deployment.most_window,
         deployment.max_num_seqs,
+        num_shards=deployment.ranks.num_shards,
         blocking_feedback=config.token_feedback == "blocking",
-        compute_s=lambda stage, plan, kind: executor.seconds(plan) if kind == "forward" else 0.0,
+        compute_s=lambda rank, plan, kind: executor.seconds(plan) if kind == "forward" else 0.0,
     )
     blocks = -(-deployment.max_model_len // config.block_size) * deployment.max_num_seqs
     engine = new_engine(
@@ -75,6 +82,6 @@ def launch_virtual(config: EngineConfig) -> VirtualEngine:
         epoch=0,
         clock=lambda: clock.now,
     )
-    loaded = [Loaded(stage, 0, 0, "no", None) for stage in range(num_stages)]
+    loaded = [Loaded(rank, 0, 0, "no", None) for rank in range(deployment.ranks.count)]
     card = model_card(deployment, loaded, blocks, load_s=0.0)
     return VirtualEngine(engine=engine, stages=stages, clock=clock, card=card)

@@ -26,6 +26,7 @@ from headrace.engine.stop_strings import StopStrings
 from headrace.errors import UsageError
 from headrace.protocol.messages import Report, Result, Timeline
 from headrace.protocol.plan import Plan
+from headrace.protocol.ranks import Ranks
 from headrace.sampling_params import MAX_SEED, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class Engine:
     pipeline: Pipeline
     tokenizer: Tokenizer
     vocab_size: int
-    num_stages: int
+    ranks: Ranks
     seed: int
     stall_timeout: float
     max_logprobs: int
@@ -108,13 +109,13 @@ class Engine:
     _next_look: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._usage = [StageUsage()] * self.num_stages
-        priors = self.priors or [PRIOR] * self.num_stages
+        self._usage = [StageUsage()] * self.ranks.count
+        priors = self.priors or [PRIOR] * self.ranks.num_stages
         self._fits = [CostFit(prior) for prior in priors]
         self._costs = tuple(priors)
         self.scheduler.cost = dearest(priors, StepWork(1, 1, 1))
         most = self.scheduler.num_microbatches if self.tuner is None else self.tuner.most
-        self._link_time = LinkTime(self.num_stages, window_of(most, self.num_stages))
+        self._link_time = LinkTime(self.ranks, window_of(most, self.ranks.num_stages))
         self._stall = StallWatch(self.stall_timeout)
         self.detokenizer = Detokenizer(self.tokenizer)
         self.reader = Detokenizer(self.tokenizer, skip_special_tokens=False)
@@ -245,7 +246,7 @@ class Engine:
 
     def set_microbatches(self, count: int) -> None:
         """Have so many groups of sequences take turns, from the next plan on."""
-        self.scheduler.set_microbatches(count, window_of(count, self.num_stages))
+        self.scheduler.set_microbatches(count, window_of(count, self.ranks.num_stages))
 
     def _to_output(self, accepted: Accepted, now: float) -> OutputDelta:
         sequence, token = accepted.sequence, accepted.token
@@ -319,14 +320,15 @@ class Engine:
     def _take_report(self, report: Report) -> None:
         """Learn from a stage's times what steps cost: that sets the pace, never the tokens."""
         self._stall.progress(self.clock())
-        work, fit = self._works[report.step], self._fits[report.stage]
+        stage = self.ranks.stage_of(report.rank)
+        work, fit = self._works[report.step], self._fits[stage]
         if self.recorder is not None:
-            self.recorder.on_report(report, work, self._costs[report.stage].seconds(work))
-        self._usage[report.stage] = self._usage[report.stage].plus(report)
+            self.recorder.on_report(report, work, self._costs[stage].seconds(work))
+        self._usage[report.rank] = self._usage[report.rank].plus(report)
         self._link_time.add(report)
         fit.add(work, report.forward_s + report.sample_s)
         self._reports[report.step] = self._reports.get(report.step, 0) + 1
-        if self._reports[report.step] == self.num_stages:
+        if self._reports[report.step] == self.ranks.count:
             del self._works[report.step], self._reports[report.step]
             if work.tokens:
                 self._costs = tuple(fit.cost for fit in self._fits)
@@ -342,7 +344,7 @@ class Engine:
             return
         current, link_s = self.scheduler.num_microbatches, self._link_time.seconds
         count = tuner.next_count(current, work, self._costs, link_s)
-        self._next_look = step + max(count, self.num_stages)
+        self._next_look = step + max(count, self.ranks.num_stages)
         if count != current:
             self.set_microbatches(count)
             _log.info(
@@ -376,14 +378,15 @@ class Engine:
                 due=due,
                 newest=self.scheduler.newest_step,
                 signs_of_life=self.pipeline.signs_of_life(),
-                timelines={timeline.stage: timeline for timeline in timelines},
+                timelines={timeline.rank: timeline for timeline in timelines},
+                ranks=self.ranks,
             )
             works, costs = self._works.values(), [fit.cost for fit in self._fits]
             predicted_s = max((c.seconds(work) for work in works for c in costs), default=0.0)
             self._stall.look(scene, predicted_s, self._is_new)
         return deltas
 
-    def _is_new(self, stage: int, step: int) -> bool:
-        """Whether the stage has never been measured at such work as the step's."""
+    def _is_new(self, rank: int, step: int) -> bool:
+        """Whether the rank's stage has never been measured at such work as the step's."""
         work = self._works.get(step)
-        return work is not None and not self._fits[stage].measured(work)
+        return work is not None and not self._fits[self.ranks.stage_of(rank)].measured(work)

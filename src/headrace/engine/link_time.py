@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from headrace.protocol.messages import Report
+from headrace.protocol.ranks import Ranks
 
 _MEMORY = 16
 # Steps whose parts are kept while some are missing, in windows.
@@ -31,7 +32,7 @@ class LinkTime:
     seconds: of a message between neighbours; 0 before the first is measured, and with one stage.
     """
 
-    num_stages: int
+    ranks: Ranks
     window: int
     seconds: float = field(default=0.0, init=False)
     _ways: dict[int, _Way] = field(default_factory=dict, init=False)
@@ -39,9 +40,10 @@ class LinkTime:
 
     def add(self, report: Report) -> None:
         """Take in what one stage saw of one step, and of earlier ones' feedback."""
-        if self.num_stages == 1:
+        # One shard of each stage tells enough: all of a stage's are at the same step.
+        if self.ranks.num_stages == 1 or self.ranks.shard_of(report.rank):
             return
-        if report.stage == 0:
+        if report.rank == 0:
             if report.sent_at is not None:
                 self._add_part(report.step, -report.sent_at)
             for step, at in report.arrivals:
@@ -55,8 +57,8 @@ class LinkTime:
         way = self._ways.setdefault(step, _Way())
         way.link_s += seconds
         way.parts += 1
-        if way.parts == self.num_stages + 1:
-            self._recent.append(way.link_s / self.num_stages)
+        if way.parts == self.ranks.num_stages + 1:
+            self._recent.append(way.link_s / self.ranks.num_stages)
             self.seconds = max(0.0, median(self._recent))
             del self._ways[step]
         # Steps without feedback are never complete.

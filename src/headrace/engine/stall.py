@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from headrace.errors import StallError
 from headrace.protocol.messages import Activity, Timeline
+from headrace.protocol.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -74,22 +75,22 @@ class StallWatch:
     def look(self, scene: "Scene", predicted_s: float, is_new: Callable[[int, int], bool]) -> None:
         """Raises StallError, or puts off the next look for the time that stages may still compute.
 
-        predicted_s: of the dearest step in flight, on the slowest stage. is_new: whether a stage
+        predicted_s: of the dearest step in flight, on the slowest stage. is_new: whether a rank
         was never measured at work such as a step's, so that nobody knows how long that takes.
         """
         patience_s = max(self.timeout_s, _LEAST_PATIENCE_S, _PATIENCE * predicted_s)
         ends = []
-        for stage, timeline in scene.timelines.items():
+        for rank, timeline in scene.timelines.items():
             since = _busy_since(timeline)
             if since is None:
                 continue
             since += sum(lost_s for at, lost_s in self._pauses if at > since)
             step = timeline.activities[-1].step
-            if is_new(stage, step):
+            if is_new(rank, step):
                 _log.warning(
-                    "stage %d has computed step %d for %.0f s: it is the first of its kind and "
+                    "%s has computed step %d for %.0f s: it is the first of its kind and "
                     "size, and may take its time",
-                    stage,
+                    scene.ranks.name(rank),
                     step,
                     scene.now - since,
                 )
@@ -104,10 +105,10 @@ class StallWatch:
 
 @dataclass(frozen=True)
 class Scene:
-    """What was seen of the stages at one moment.
+    """What was seen of the ranks at one moment.
 
-    due: the oldest step in flight; newest: the newest one planned. signs_of_life: when each stage
-    last sent anything. timelines: of the stages that answered, by stage.
+    due: the oldest step in flight; newest: the newest one planned. signs_of_life: when each rank
+    last sent anything. timelines: of the ranks that answered, by rank.
     """
 
     now: float
@@ -115,6 +116,7 @@ class Scene:
     newest: int
     signs_of_life: Items[float]
     timelines: Mapping[int, Timeline]
+    ranks: Ranks
 
 
 def title(activity: Activity) -> str:
@@ -144,21 +146,21 @@ def _busy_since(timeline: Timeline) -> float | None:
 
 def _stall_error(scene: Scene, still_s: float) -> StallError:
     """One line that names whoever holds up the others first; the time lines are its notes."""
-    stages = range(len(scene.signs_of_life))
-    told = sorted((_guilt(scene, stage), stage) for stage in stages)
+    ranks = range(scene.ranks.count)
+    told = sorted((_guilt(scene, rank), rank) for rank in ranks)
     error = StallError(
         f"the pipeline stood still for {still_s:.1f} s at step {scene.due}: "
-        f"{'; '.join(_told(scene, stage) for _, stage in told)} "
+        f"{'; '.join(_told(scene, rank) for _, rank in told)} "
         "(if a step may take that long, raise --stall-timeout)"
     )
-    for stage in stages:
-        error.add_note("\n".join(_lines(scene, stage)))
+    for rank in ranks:
+        error.add_note("\n".join(_lines(scene, rank)))
     return error
 
 
-def _guilt(scene: Scene, stage: int) -> int:
+def _guilt(scene: Scene, rank: int) -> int:
     """Smaller for stages that rather hold up the others than wait for them."""
-    timeline = scene.timelines.get(stage)
+    timeline = scene.timelines.get(rank)
     if timeline is None:
         return 0
     if _busy_since(timeline) is not None:
@@ -169,45 +171,50 @@ def _guilt(scene: Scene, stage: int) -> int:
     return 3
 
 
-def _told(scene: Scene, stage: int) -> str:
-    """What one stage does and for how long, and whom it waits for."""
-    timeline = scene.timelines.get(stage)
+def _told(scene: Scene, rank: int) -> str:
+    """What one rank does and for how long, and whom it waits for."""
+    timeline, name = scene.timelines.get(rank), scene.ranks.name(rank)
     if timeline is None:
-        silent_s = scene.now - scene.signs_of_life[stage]
-        return f"stage {stage} has given no sign of life for {silent_s:.1f} s"
+        silent_s = scene.now - scene.signs_of_life[rank]
+        return f"{name} has given no sign of life for {silent_s:.1f} s"
     if not timeline.activities:
-        return f"stage {stage} has not begun"
+        return f"{name} has not begun"
     newest = timeline.activities[-1]
     if newest.ended is not None:
         between_s = scene.now - newest.ended
-        return f"stage {stage} has done nothing since {title(newest)}, for {between_s:.1f} s"
+        return f"{name} has done nothing since {title(newest)}, for {between_s:.1f} s"
     seconds = f"{scene.now - newest.began:.1f} s"
-    waits = f"stage {stage} has waited {seconds} for"
-    last = len(scene.signs_of_life) - 1
+    waits = f"{name} has waited {seconds} for"
+    # The same shard of the first stage, the last, and those next to this one.
+    ranks, shards = scene.ranks, scene.ranks.num_shards
+    first = ranks.shard_of(rank)
+    last = ranks.number(ranks.num_stages - 1, first)
     match newest.kind:
         case "plan_wait" if newest.of <= scene.newest:
             return f"{waits} plan {newest.of} from the engine, which was sent and so is lost"
         case "plan_wait":
             return f"{waits} the next plan ({newest.of}) from the engine"
         case "feedback_wait":
-            return f"{waits} the token feedback of step {newest.of} from stage {last}"
+            return f"{waits} the token feedback of step {newest.of} from {ranks.name(last)}"
         case "activation_wait":
-            return f"{waits} the activations of step {newest.of} from stage {stage - 1}"
-        case "send_wait" if stage == last:
-            return f"{waits} stage 0 to take the token feedback of step {newest.of}"
+            return f"{waits} the activations of step {newest.of} from {ranks.name(rank - shards)}"
+        case "send_wait" if rank == last:
+            return f"{waits} {ranks.name(first)} to take the token feedback of step {newest.of}"
         case "send_wait":
-            return f"{waits} stage {stage + 1} to take the activations of step {newest.of}"
-    return f"stage {stage} has been in {newest.kind} of step {newest.step} for {seconds}"
+            return (
+                f"{waits} {ranks.name(rank + shards)} to take the activations of step {newest.of}"
+            )
+    return f"{name} has been in {newest.kind} of step {newest.step} for {seconds}"
 
 
-def _lines(scene: Scene, stage: int) -> Iterable[str]:
-    """A stage's time line for people, the newest activity last."""
-    timeline = scene.timelines.get(stage)
+def _lines(scene: Scene, rank: int) -> Iterable[str]:
+    """A rank's time line for people, the newest activity last."""
+    timeline, name = scene.timelines.get(rank), scene.ranks.name(rank)
     if timeline is None:
-        silent_s = scene.now - scene.signs_of_life[stage]
-        yield f"stage {stage} does not answer; its last sign of life was {silent_s:.1f} s ago"
+        silent_s = scene.now - scene.signs_of_life[rank]
+        yield f"{name} does not answer; its last sign of life was {silent_s:.1f} s ago"
         return
-    yield f"stage {stage}, seconds before now:"
+    yield f"{name}, seconds before now:"
     for activity in timeline.activities[-LINES_SHOWN:]:
         began = f"{activity.began - scene.now:.3f}"
         ended = "now" if activity.ended is None else f"{activity.ended - scene.now:.3f}"

@@ -14,9 +14,9 @@ from headrace.pipeline.ledger import Channel, Tensors
 from headrace.protocol.messages import ActivityKind, Result
 
 
-def wait_kind(channel: Channel, stage: int) -> ActivityKind:
-    """What a stage's wait for a transfer of this channel is called."""
-    if channel.source == stage:
+def wait_kind(channel: Channel, rank: int) -> ActivityKind:
+    """What a rank's wait for a transfer of this channel is called."""
+    if channel.source == rank:
         return "send_wait"
     return "feedback_wait" if channel.tensors is Tensors.FEEDBACK else "activation_wait"
 

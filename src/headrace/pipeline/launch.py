@@ -50,8 +50,9 @@ _STOP_GRACE = 5.0
 
 
 @dataclass
-class _Stage:
+class _Rank:
     number: int
+    name: str
     process: subprocess.Popen[bytes]
     socket: zmq.Socket[bytes]
     # The second socket, to ask what the stage does.
@@ -79,12 +80,12 @@ class StageProcesses:
         self._wake = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK), "r+")
         self._poller.register(self._wake.fileno(), zmq.POLLIN)
         self._woken = False
-        self._stages: list[_Stage] = []
-        self._epoch = configs[0].epoch
+        self._stages: list[_Rank] = []
+        self._epoch, self._ranks = configs[0].epoch, configs[0].ranks
         _started.add(self)
         try:
             for config in configs:
-                self._spawn(config, cpus[config.stage])
+                self._spawn(config, cpus[config.rank])
         except BaseException:
             self.close(drain=False)
             raise
@@ -99,7 +100,7 @@ class StageProcesses:
     def reserve_cache(self, bytes_per_block: list[int], choose: Callable[[int], int]) -> int:
         """The number of blocks that choose gives, which other engines then know of.
 
-        bytes_per_block: one number per stage. choose: given the bytes of memory that the engines of
+        bytes_per_block: one number per rank. choose: given the bytes of memory that the engines of
         this user were promised and have not touched yet.
         """
         with self._folder.promising() as promised:
@@ -124,9 +125,7 @@ class StageProcesses:
 
     def send(self, plan: Plan) -> None:
         """Give the plan to every rank, in order."""
-        for stage, data in zip(
-            self._stages, codec.encode_plan(plan, len(self._stages)), strict=True
-        ):
+        for stage, data in zip(self._stages, codec.encode_plan(plan, self._ranks), strict=True):
             stage.socket.send(data)
 
     def receive(self, timeout_s: float) -> list[Result | Report]:
@@ -150,11 +149,11 @@ class StageProcesses:
         answers = ask([stage.watch for stage in self._stages], last, timeout_s)
         now = time.monotonic()
         for answer in answers:
-            self._stages[answer.stage].heard_at = now
+            self._stages[answer.rank].heard_at = now
         return answers
 
     def signs_of_life(self) -> list[float]:
-        """When each stage last sent anything, by stage, in seconds of time.monotonic."""
+        """When each stage last sent anything, by rank, in seconds of time.monotonic."""
         return [stage.heard_at for stage in self._stages]
 
     def wake(self) -> None:
@@ -211,8 +210,8 @@ class StageProcesses:
             self._stages.clear()
 
     def _spawn(self, config: StageConfig, cpus: StageCpus) -> None:
-        address = f"ipc://{self._folder.path}/stage-{config.stage}"
-        watch_address = f"ipc://{self._folder.path}/watch-{config.stage}"
+        address = f"ipc://{self._folder.path}/rank-{config.rank}"
+        watch_address = f"ipc://{self._folder.path}/watch-{config.rank}"
         # The stage binds and this side connects, since a socket that is bound but has no peer yet
         # blocks its sender, while one that connects queues.
         endpoint = self._context.socket(zmq.DEALER)
@@ -251,8 +250,17 @@ class StageProcesses:
             )
         # At once: whatever interrupts from here on, close() knows the process.
         layers = f"layers {config.share.first_layer} to {config.share.end_layer - 1}"
-        stage = _Stage(config.stage, process, endpoint, watch, log, layers, time.monotonic())
-        self._stages.append(stage)
+        rank = _Rank(
+            number=config.rank,
+            name=config.ranks.name(config.rank),
+            process=process,
+            socket=endpoint,
+            watch=watch,
+            log=log,
+            layers=layers,
+            heard_at=time.monotonic(),
+        )
+        self._stages.append(rank)
         endpoint.send(codec.encode(config))
 
     def _send_all(self, message: ToStage) -> None:
@@ -290,7 +298,7 @@ class StageProcesses:
                     raise PipelineError(f"a stage sent a message that is none: {error}") from error
         return messages
 
-    def _dead(self) -> list[_Stage]:
+    def _dead(self) -> list[_Rank]:
         return [stage for stage in self._stages if stage.process.poll() is not None]
 
     def _fault(self, failures: list[Failure]) -> HeadraceError:
@@ -307,15 +315,21 @@ class StageProcesses:
             failures += [m for m in self._read(0.05) if isinstance(m, Failure)]
         own = [failure for failure in failures if failure.lost_peer is None]
         if own:
-            return _error_of(own[0])
-        speakers = {failure.stage for failure in failures}
+            return self._error_of(own[0])
+        speakers = {failure.rank for failure in failures}
         for stage in self._dead():
             if stage.number not in speakers:
-                name = f"stage {stage.number} ({stage.layers})"
+                name = f"{stage.name} ({stage.layers})"
                 ending = _how_it_ended(stage.process.returncode)
                 return PipelineError(f"{name} {ending}{_last_line(stage)}")
         silent = [failure for failure in failures if failure.lost_peer not in speakers]
-        return _error_of((silent or failures)[0])
+        return self._error_of((silent or failures)[0])
+
+    def _error_of(self, failure: Failure) -> HeadraceError:
+        kind = getattr(errors, failure.kind, PipelineError)
+        error: HeadraceError = kind(f"{self._ranks.name(failure.rank)}: {failure.message}")
+        error.add_note(failure.details)
+        return error
 
     def _wait_for(
         self,
@@ -323,7 +337,7 @@ class StageProcesses:
         on_progress: Callable[[Loading], None],
         check: Callable[[], None],
     ) -> list[Loaded]:
-        """One message of this kind from every stage, in stage order."""
+        """One message of this kind from every rank, in rank order."""
         got: dict[int, FromStage] = {}
         # Seconds waited for nothing. What a wait took longer, nobody ran.
         quiet_s = 0.0
@@ -336,7 +350,7 @@ class StageProcesses:
                 if isinstance(message, Loading):
                     on_progress(message)
                 elif isinstance(message, kind):
-                    got[message.stage] = message
+                    got[message.rank] = message
                 else:
                     raise StartError(f"unexpected {type(message).__name__} while starting")
             if quiet_s > _START_DEADLINE:
@@ -358,20 +372,13 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def _error_of(failure: Failure) -> HeadraceError:
-    kind = getattr(errors, failure.kind, PipelineError)
-    error: HeadraceError = kind(f"stage {failure.stage}: {failure.message}")
-    error.add_note(failure.details)
-    return error
-
-
 def _how_it_ended(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was killed by signal {-code} ({signal.strsignal(-code)})"
 
 
-def _last_line(stage: _Stage) -> str:
+def _last_line(stage: _Rank) -> str:
     """What the process wrote last, such as the loader's word on a missing library."""
     lines = stage.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return f": {lines[-1]}" if lines else ""

@@ -42,6 +42,7 @@ from torch._C._distributed_c10d import TCPStore
 from headrace.errors import StartError
 from headrace.pipeline.ledger import Channel, Handle, Tensors
 from headrace.protocol.messages import LinkEmulation
+from headrace.protocol.ranks import Ranks
 
 # torch.distributed's name of the backend for each kind of device, and the variable that says which
 # network interface it uses.
@@ -92,6 +93,7 @@ class End:
 
     channel: Channel
     incoming: bool
+    ranks: Ranks
 
     @property
     def peer(self) -> int:
@@ -111,7 +113,7 @@ class End:
     def __str__(self) -> str:
         doing = "waiting for" if self.incoming else "sending"
         towards = "from" if self.incoming else "to"
-        return f"{doing} {self.channel.tensors} {towards} stage {self.peer}"
+        return f"{doing} {self.channel.tensors} {towards} {self.ranks.name(self.peer)}"
 
 
 # Waiting, by backend
@@ -305,12 +307,20 @@ def _sleep_until(moment: float) -> None:
 # Setting up
 
 
-def edges(num_stages: int) -> list[Channel]:
-    """All directed edges of the pipeline, in the one order in which every rank sets them up."""
-    if num_stages == 1:
+def edges(ranks: Ranks) -> list[Channel]:
+    """All directed edges of the pipeline, in the one order in which every rank sets them up.
+
+    Each shard of a stage has its own, to and from the same shard of other stages.
+    """
+    if ranks.num_stages == 1:
         return []
-    neighbours = [Channel(Tensors.ACTIVATIONS, s, s + 1) for s in range(num_stages - 1)]
-    return [*neighbours, Channel(Tensors.FEEDBACK, num_stages - 1, 0)]
+    before_last = range(ranks.count - ranks.num_shards)
+    neighbours = [Channel(Tensors.ACTIVATIONS, r, r + ranks.num_shards) for r in before_last]
+    back = [
+        Channel(Tensors.FEEDBACK, len(before_last) + shard, shard)
+        for shard in range(ranks.num_shards)
+    ]
+    return [*neighbours, *back]
 
 
 @dataclass(frozen=True)
@@ -327,18 +337,18 @@ class Rendezvous:
 
 def connect(
     rendezvous: Rendezvous,
-    stage: int,
-    num_stages: int,
+    rank: int,
+    ranks: Ranks,
     device: torch.device,
     timeout_s: float,
     emulation: LinkEmulation | None = None,
 ) -> dict[Channel, Link]:
-    """Join the other stages and set up this stage's ends of all its edges.
+    """Join the other ranks and set up this rank's ends of all its edges.
 
     emulation: make the edges slower than they are. Raises StartError naming the address if the
     others do not come within timeout_s.
     """
-    if num_stages == 1:
+    if ranks.num_stages == 1:
         return {}
     timeout = timedelta(seconds=timeout_s)
     backend = BACKENDS[device.type]
@@ -348,25 +358,25 @@ def connect(
         store = TCPStore(
             rendezvous.address,
             rendezvous.port,
-            world_size=num_stages,
+            world_size=ranks.count,
             is_master=rendezvous.store_fd is not None,
             timeout=timeout,
             wait_for_workers=False,
             master_listen_fd=rendezvous.store_fd,
         )
         dist.init_process_group(
-            backend, store=store, rank=stage, world_size=num_stages, timeout=timeout
+            backend, store=store, rank=rank, world_size=ranks.count, timeout=timeout
         )
         # gloo's groups connect when they are made; others have no use for a deadline.
         of_groups = timeout if backend == "gloo" else timedelta(seconds=_FOREVER_S)
         groups = {
             edge: dist.new_group([edge.source, edge.target], timeout=of_groups, backend=backend)
-            for edge in edges(num_stages)
+            for edge in edges(ranks)
         }
         links: dict[Channel, Link] = {}
         for edge, group in groups.items():
-            if stage in edge[1:]:
-                end = End(edge, incoming=edge.target == stage)
+            if rank in edge[1:]:
+                end = End(edge, incoming=edge.target == rank, ranks=ranks)
                 line = None if emulation is None else SlowLine(emulation)
                 links[edge] = GroupLink(end, group, device.type, line)
                 if backend != "gloo":

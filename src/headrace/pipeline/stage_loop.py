@@ -29,6 +29,7 @@ from headrace.pipeline.feedback import Feedback, FeedbackRing, InputIds
 from headrace.pipeline.ledger import Channel, Tensors
 from headrace.protocol.messages import Result, RowLogprobs
 from headrace.protocol.plan import Plan, samples, token_count
+from headrace.protocol.ranks import Ranks
 
 # Sends that are completed together.
 _SENDS_AT_ONCE = 8
@@ -38,14 +39,19 @@ _HELD_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class StageRole:
-    """A stage's place in the pipeline, decided once at the start."""
+    """A rank's place in the pipeline, decided once at the start."""
 
-    stage: int
-    num_stages: int
+    rank: int
+    ranks: Ranks
     epoch: int
     window: int
     max_rows: int
     blocking_feedback: bool
+
+    @property
+    def stage(self) -> int:
+        """The stage that this rank is a shard of."""
+        return self.ranks.stage_of(self.rank)
 
     @property
     def first(self) -> bool:
@@ -55,24 +61,32 @@ class StageRole:
     @property
     def last(self) -> bool:
         """Whether this stage samples tokens, and so makes feedback."""
-        return self.stage == self.num_stages - 1
+        return self.stage == self.ranks.num_stages - 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank tells the engine what was sampled: one shard of the last stage does."""
+        return self.last and self.ranks.shard_of(self.rank) == 0
 
     @property
     def activations_in(self) -> Channel:
-        """The edge from the stage before."""
-        return Channel(Tensors.ACTIVATIONS, self.stage - 1, self.stage)
+        """The edge from the same shard of the stage before."""
+        return Channel(Tensors.ACTIVATIONS, self.rank - self.ranks.num_shards, self.rank)
 
     @property
     def activations_out(self) -> Channel:
-        """The edge to the stage after."""
-        return Channel(Tensors.ACTIVATIONS, self.stage, self.stage + 1)
+        """The edge to the same shard of the stage after."""
+        return Channel(Tensors.ACTIVATIONS, self.rank, self.rank + self.ranks.num_shards)
 
     @property
     def feedback_edge(self) -> Channel | None:
-        """The edge from the last stage to the first; None if they are the same stage."""
-        if self.num_stages == 1:
+        """The edge from the last stage to the same shard of the first; None if they are the same
+        stage."""
+        if self.ranks.num_stages == 1:
             return None
-        return Channel(Tensors.FEEDBACK, self.num_stages - 1, 0)
+        shard = self.ranks.shard_of(self.rank)
+        last = self.ranks.number(self.ranks.num_stages - 1, shard)
+        return Channel(Tensors.FEEDBACK, last, self.ranks.number(0, shard))
 
 
 def stage_loop(role: StageRole, executor: Executor) -> Generator[Effect, Any, None]:
@@ -149,7 +163,7 @@ class _Stage:
             if role.first and role.blocking_feedback:
                 yield from self._complete_feedback(plan.step)
         executor.end(plan)
-        if role.last:
+        if role.speaks:
             yield EmitResult(Result(role.epoch, plan.step, tokens, logprobs))
         yield StepDone(plan.step)
 
@@ -236,7 +250,7 @@ class _Stage:
         keep = self._role.window
         if sum(size for _, size in sent) > _HELD_BYTES:
             # Large ones take long to compute: these, too, have left.
-            keep = min(keep, self._role.num_stages + 2)
+            keep = min(keep, self._role.ranks.num_stages + 2)
         if len(sent) >= keep + _SENDS_AT_ONCE:
             while sent and sent[0][0] <= step - keep:
                 yield Wait(channel, sent.popleft()[0])

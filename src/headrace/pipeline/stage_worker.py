@@ -132,10 +132,10 @@ def drive(
                 ledger.open(channel, step, links[channel].send(tensor), tensor)
                 timeline.end(time.monotonic())
             case Wait(channel, step):
-                timeline.begin(wait_kind(channel, timeline.stage), step, time.monotonic())
+                timeline.begin(wait_kind(channel, timeline.rank), step, time.monotonic())
                 value, at = ledger.wait(channel, step, link_timeout)
                 timeline.end(time.monotonic())
-                if channel.target == timeline.stage and at is not None:
+                if channel.target == timeline.rank and at is not None:
                     timeline.arrived(step, at)
             case Compute(kind, step, work):
                 timeline.begin(kind, step, time.monotonic())
@@ -162,16 +162,16 @@ def run_stage(
     rendezvous = Rendezvous(config.master_addr, config.master_port, config.store_fd)
     links = connect(
         rendezvous,
-        config.stage,
-        config.num_stages,
+        config.rank,
+        config.ranks,
         device,
         config.start_timeout,
         config.link_emulation,
     )
-    control.send(Ready(config.stage))
+    control.send(Ready(config.rank))
     role = StageRole(
-        stage=config.stage,
-        num_stages=config.num_stages,
+        rank=config.rank,
+        ranks=config.ranks,
         epoch=config.epoch,
         window=config.window,
         max_rows=config.max_num_seqs,
@@ -196,14 +196,14 @@ def _executor(config: StageConfig, control: ControlSocket, device: torch.device)
     """What computes this stage's steps, with its weights and its cache."""
     note = choose_path()
     model = load_model(
-        config, device, lambda done: control.send(Loading(config.stage, "weights", done))
+        config, device, lambda done: control.send(Loading(config.rank, "weights", done))
     )
     # A synthetic stage keeps nothing in its cache.
     weights, block = 0, 1
     if model is not None:
         weights = model.weights.nbytes
         block = cache_bytes_per_block(config.program, config.block_size, model.dtype)
-    control.send(Loaded(config.stage, weights, block, path_name(), note))
+    control.send(Loaded(config.rank, weights, block, path_name(), note))
     return stage_executor(config, model, _receive_cache_config(control).num_blocks, device)
 
 
@@ -223,7 +223,7 @@ def run(control_address: str, watch_address: str, cpus: set[int]) -> int:
     control = ControlSocket(control_address, context)
     config = control.receive()
     assert isinstance(config, StageConfig)
-    timeline = StageTimeline(config.epoch, config.stage)
+    timeline = StageTimeline(config.epoch, config.rank)
     answer_when_asked(context, watch_address, timeline)
     try:
         run_stage(config, control, timeline, cpus)
@@ -231,7 +231,7 @@ def run(control_address: str, watch_address: str, cpus: set[int]) -> int:
         expected = isinstance(error, HeadraceError | LinkError)
         message = str(error) if expected else f"internal error: {type(error).__name__}: {error}"
         failure = Failure(
-            stage=config.stage,
+            rank=config.rank,
             kind=type(error).__name__ if isinstance(error, HeadraceError) else "PipelineError",
             message=" ".join(message.split()),
             lost_peer=error.peer if isinstance(error, LinkError) else None,

@@ -29,14 +29,14 @@ def peak_memory() -> int:
 
 
 class StageTimeline:
-    """What one stage does, one activity after the other, in a ring of fixed size.
+    """What one rank does, one activity after the other, in a ring of fixed size.
 
     Moments are given by the caller, in seconds of whatever clock it lives by. One thread records;
     show() may be called from any other meanwhile. memory: tells the peak memory in bytes.
     """
 
-    def __init__(self, epoch: int, stage: int, memory: Callable[[], int] = peak_memory) -> None:
-        self.stage = stage
+    def __init__(self, epoch: int, rank: int, memory: Callable[[], int] = peak_memory) -> None:
+        self.rank = rank
         self._epoch = epoch
         self._memory = memory
         self._ring: list[_Ended | None] = [None] * RING_SIZE
@@ -106,7 +106,7 @@ class StageTimeline:
         report = Report(
             epoch=self._epoch,
             step=self._step,
-            stage=self.stage,
+            rank=self.rank,
             began=at if self._began is None else self._began,
             ended=at,
             plan_wait_s=seconds("plan_wait", 0.0),
@@ -136,4 +136,4 @@ class StageTimeline:
         activities = [Activity(*entry) for n, entry in ended if entry is not None and n >= oldest]
         if going is not None and (not ended or ended[-1][1] is None or ended[-1][1][:5] != going):
             activities.append(Activity(*going, None))
-        return Timeline(self.stage, now, activities[-last:] if last else [])
+        return Timeline(self.rank, now, activities[-last:] if last else [])

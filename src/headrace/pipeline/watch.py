@@ -51,7 +51,7 @@ def connect_watch(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "z
 
 
 def ask(stages: "Sequence[zmq.Socket[bytes]]", last: int, timeout_s: float) -> list[Timeline]:
-    """The time lines of the stages that answer in time, in stage order, on this process's clock.
+    """The time lines of the stages that answer in time, in rank order, on this process's clock.
 
     last: how many activities of each, at most.
     """
@@ -68,7 +68,7 @@ def ask(stages: "Sequence[zmq.Socket[bytes]]", last: int, timeout_s: float) -> l
             assert isinstance(answer, Timeline)
             answers.append(on_clock_of_asker(answer, asked_at, time.monotonic()))
             poller.unregister(socket)
-    return sorted(answers, key=lambda answer: answer.stage)
+    return sorted(answers, key=lambda answer: answer.rank)
 
 
 def on_clock_of_asker(timeline: Timeline, asked_at: float, answered_at: float) -> Timeline:
@@ -91,4 +91,4 @@ def on_clock_of_asker(timeline: Timeline, asked_at: float, answered_at: float) -
         )
         for activity in timeline.activities
     ]
-    return Timeline(timeline.stage, timeline.now + offset, moved)
+    return Timeline(timeline.rank, timeline.now + offset, moved)

@@ -4,6 +4,7 @@ import msgspec
 
 from headrace.protocol.messages import FromStage, ToStage
 from headrace.protocol.plan import Plan, without_choice
+from headrace.protocol.ranks import Ranks
 
 _encoder = msgspec.msgpack.Encoder()
 _to_stage: msgspec.msgpack.Decoder[ToStage] = msgspec.msgpack.Decoder(ToStage)
@@ -15,11 +16,13 @@ def encode(message: ToStage | FromStage) -> bytes:
     return _encoder.encode(message)
 
 
-def encode_plan(plan: Plan, num_stages: int) -> list[bytes]:
-    """What each stage is sent of a plan, by stage: the last alone how tokens are chosen."""
+def encode_plan(plan: Plan, ranks: Ranks) -> list[bytes]:
+    """What each rank is sent of a plan, by rank: the last stage alone how tokens are chosen."""
     whole = encode(plan)
-    others = plan if num_stages == 1 else without_choice(plan)
-    return [whole if others is plan else encode(others)] * (num_stages - 1) + [whole]
+    others = plan if ranks.num_stages == 1 else without_choice(plan)
+    before_last = ranks.count - ranks.num_shards
+    part = whole if others is plan else encode(others)
+    return [part] * before_last + [whole] * ranks.num_shards
 
 
 def decode_to_stage(data: bytes) -> ToStage:

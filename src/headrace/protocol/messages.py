@@ -7,6 +7,7 @@ import msgspec
 from headrace.protocol.model_config import StageShare
 from headrace.protocol.plan import Plan
 from headrace.protocol.program import Program
+from headrace.protocol.ranks import Ranks
 
 
 class LinkEmulation(msgspec.Struct, array_like=True, frozen=True):
@@ -27,8 +28,8 @@ class SyntheticTime(msgspec.Struct, array_like=True, frozen=True):
 class StageConfig(msgspec.Struct, tag="stage_config", array_like=True, frozen=True, kw_only=True):
     """First message to a stage: which part of which model it runs and how.
 
-    share: for people; the program says what to run. model_path and model_kind say where the weights
-    are; dtype is the name of a torch dtype.
+    rank: which of the ranks it is. share: for people; the program says what to run. model_path and
+    model_kind say where the weights are; dtype is the name of a torch dtype.
     synthetic: run no model, only take this time. window: the most steps that the engine may plan
     beyond the newest result. master_addr and master_port are the rendezvous store's; store_fd is
     its listening socket, inherited by the first stage alone. start_timeout and link_timeout, in
@@ -36,8 +37,8 @@ class StageConfig(msgspec.Struct, tag="stage_config", array_like=True, frozen=Tr
     """
 
     epoch: int
-    stage: int
-    num_stages: int
+    rank: int
+    ranks: Ranks
     share: StageShare
     model_path: str
     model_kind: Literal["gguf", "huggingface", "synthetic"]
@@ -56,6 +57,11 @@ class StageConfig(msgspec.Struct, tag="stage_config", array_like=True, frozen=Tr
     master_port: int
     store_fd: int | None
 
+    @property
+    def stage(self) -> int:
+        """The stage that this rank belongs to."""
+        return self.ranks.stage_of(self.rank)
+
 
 class CacheConfig(msgspec.Struct, tag="cache_config", array_like=True, frozen=True):
     """Second message to a stage: how many KV-cache blocks it allocates."""
@@ -72,7 +78,7 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
 class Loading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
     """A stage's progress while it starts; fraction is from 0 to 1."""
 
-    stage: int
+    rank: int
     phase: str
     fraction: float
 
@@ -83,7 +89,7 @@ class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
     kernels: the path that its kernels take. note: what the user should know about it, or None.
     """
 
-    stage: int
+    rank: int
     weight_bytes: int
     cache_bytes_per_block: int
     kernels: str
@@ -93,7 +99,7 @@ class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
 class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     """A stage has its cache and its links, and waits for plans."""
 
-    stage: int
+    rank: int
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -140,7 +146,7 @@ class Report(msgspec.Struct, tag="report", array_like=True, frozen=True):
 
     epoch: int
     step: int
-    stage: int
+    rank: int
     began: float
     ended: float
     plan_wait_s: float
@@ -184,7 +190,7 @@ class ShowTimeline(msgspec.Struct, tag="show_timeline", array_like=True, frozen=
 class Timeline(msgspec.Struct, tag="timeline", array_like=True, frozen=True):
     """A stage's activities, oldest first. now: its clock when it answered."""
 
-    stage: int
+    rank: int
     now: float
     activities: list[Activity]
 
@@ -192,11 +198,11 @@ class Timeline(msgspec.Struct, tag="timeline", array_like=True, frozen=True):
 class Failure(msgspec.Struct, tag="failure", array_like=True, frozen=True):
     """A stage gives up.
 
-    kind is the name of the error's class in headrace.errors. lost_peer is the stage that vanished
+    kind is the name of the error's class in headrace.errors. lost_peer is the rank that vanished
     or did not do its part, and so is more likely at fault; None if the fault is this stage's own.
     """
 
-    stage: int
+    rank: int
     kind: str
     message: str
     lost_peer: int | None

@@ -1,6 +1,11 @@
 """Ranks: the processes of a pipeline. Each is a stage and a shard of it."""
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 import msgspec
+
+_T = TypeVar("_T")
 
 
 class Ranks(msgspec.Struct, frozen=True, array_like=True):
@@ -29,6 +34,13 @@ class Ranks(msgspec.Struct, frozen=True, array_like=True):
     def shard_of(self, rank: int) -> int:
         """Which shard of its stage the rank is."""
         return rank % self.num_shards
+
+    def by_stage(self, of_ranks: Sequence[_T]) -> list[Sequence[_T]]:
+        """What each rank has, in rank order, put together by stage."""
+        return [
+            of_ranks[first : first + self.num_shards]
+            for first in range(0, self.count, self.num_shards)
+        ]
 
     def name(self, rank: int) -> str:
         """What people call the rank: its stage, and its shard where a stage has several."""

@@ -22,6 +22,7 @@ import torch
 
 from headrace.pipeline.ledger import Channel
 from headrace.pipeline.links import End, edges
+from headrace.protocol.ranks import Ranks
 
 Action = Callable[[], None]
 
@@ -280,24 +281,25 @@ class VirtualNetwork:
     def __init__(
         self,
         clock: VirtualClock,
-        num_stages: int,
+        ranks: Ranks,
         delay: Callable[[Channel], float] = lambda channel: 0.0,
         bytes_per_s: float | None = None,
     ) -> None:
         self._edges = {
-            channel: _Edge(clock, channel, delay, bytes_per_s) for channel in edges(num_stages)
+            channel: _Edge(clock, channel, delay, bytes_per_s) for channel in edges(ranks)
         }
+        self._ranks = ranks
 
-    def links(self, stage: int) -> dict[Channel, VirtualLink]:
-        """A stage's ends of its edges."""
+    def links(self, rank: int) -> dict[Channel, VirtualLink]:
+        """A rank's ends of its edges."""
         return {
-            channel: VirtualLink(edge, End(channel, incoming=channel.target == stage))
+            channel: VirtualLink(edge, End(channel, channel.target == rank, self._ranks))
             for channel, edge in self._edges.items()
-            if stage in channel[1:]
+            if rank in channel[1:]
         }
 
-    def kill(self, stage: int) -> None:
-        """The stage is no more: its edges' open transfers fail, and all that are started later."""
+    def kill(self, rank: int) -> None:
+        """The rank is no more: its edges' open transfers fail, and all that are started later."""
         for channel, edge in self._edges.items():
-            if stage in channel[1:]:
-                edge.cut(ConnectionResetError(f"stage {stage} is gone"))
+            if rank in channel[1:]:
+                edge.cut(ConnectionResetError(f"{self._ranks.name(rank)} is gone"))

@@ -34,6 +34,7 @@ from headrace.pipeline.timeline import StageTimeline
 from headrace.protocol import codec
 from headrace.protocol.messages import Report, Result, Stop, Timeline
 from headrace.protocol.plan import Plan
+from headrace.protocol.ranks import Ranks
 from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork, VirtualTransfer
 
 # Seconds that a stage takes for all of a step's work of one kind.
@@ -53,11 +54,12 @@ def no_time(*_: object) -> float:
 class VirtualStages:
     """The engine's Pipeline, in virtual time.
 
-    window: the most steps that are planned beyond the newest result. compute_s(stage, plan, kind):
-    what work takes. socket_delay(stage): what a message between the engine and the stage takes on
-    its way, asked for each; none overtakes another of the same socket and direction.
-    hold_up(stage): how long a stage's process is kept from going on, asked before everything that
-    it does. link_timeout: seconds after which a wait for a transfer fails.
+    executors: by rank; num_shards: how many of them are a stage. window: the most steps that are
+    planned beyond the newest result. compute_s(rank, plan, kind): what work takes.
+    socket_delay(rank): what a message between the engine and the rank takes on its way, asked for
+    each; none overtakes another of the same socket and direction. hold_up(rank): how long a rank's
+    process is kept from going on, asked before everything that it does. link_timeout: seconds
+    after which a wait for a transfer fails.
 
     events: what happened last, (moment, who, what), the newest last.
     """
@@ -70,6 +72,7 @@ class VirtualStages:
         window: int,
         max_rows: int,
         *,
+        num_shards: int = 1,
         epoch: int = 0,
         blocking_feedback: bool = False,
         compute_s: ComputeTime = no_time,
@@ -82,10 +85,10 @@ class VirtualStages:
         self._epoch = epoch
         self._inbox: list[bytes] = []
         self._heard_at = [0.0] * len(executors)
-        count = len(executors)
+        self._ranks = ranks = Ranks(len(executors) // num_shards, num_shards)
         self._stages = [
             _Stage(
-                StageRole(n, count, epoch, window, max_rows, blocking_feedback),
+                StageRole(n, ranks, epoch, window, max_rows, blocking_feedback),
                 executor,
                 clock,
                 network,
@@ -105,9 +108,7 @@ class VirtualStages:
     def send(self, plan: Plan) -> None:
         """Give the plan to every stage, in order."""
         self.events.append((self._clock.now, "engine", plan))
-        for socket, data in zip(
-            self._plans_to, codec.encode_plan(plan, len(self._plans_to)), strict=True
-        ):
+        for socket, data in zip(self._plans_to, codec.encode_plan(plan, self._ranks), strict=True):
             socket.send(data)
 
     def send_to(self, stage: int, message: Plan | Stop) -> None:
@@ -191,17 +192,17 @@ class _Stage:
         link_timeout: float,
         events: deque[tuple[float, str, object]],
     ) -> None:
-        self.timeline = StageTimeline(role.epoch, role.stage, memory=lambda: 0)
+        self.timeline = StageTimeline(role.epoch, role.rank, memory=lambda: 0)
         self.done = False
         self._role = role
         self._clock = clock
-        self._links = network.links(role.stage)
+        self._links = network.links(role.rank)
         self._compute_s = compute_s
         self._hold_up = hold_up
         self._to_engine = to_engine
         self._link_timeout = link_timeout
         self._events = events
-        self._name = f"stage {role.stage}"
+        self._name = role.ranks.name(role.rank)
         self._inbox: list[bytes] = []
         self._waits_for_plans = False
         self._ledger = Ledger()
@@ -261,7 +262,7 @@ class _Stage:
                 self._start(channel, step, self._links[channel].send, tensor)
                 self.timeline.end(now)
             case Wait(channel, step):
-                self.timeline.begin(wait_kind(channel, self._role.stage), step, now)
+                self.timeline.begin(wait_kind(channel, self._role.rank), step, now)
                 transfer = self._transfers.pop((channel, step), None)
                 if transfer is not None and not transfer.over:
                     transfer.watch(
@@ -333,7 +334,7 @@ class _Stage:
         except LinkError as error:
             raise self._failed(error) from error
         self.timeline.end(self._clock.now)
-        if channel.target == self._role.stage and at is not None:
+        if channel.target == self._role.rank and at is not None:
             self.timeline.arrived(step, at)
         return buffer
 
