@@ -39,6 +39,7 @@ def complete_plans(requests: int = 6) -> list[Plan]:
             window=4,
             eos_token_ids=frozenset(),
             prefix_caching=False,
+            prefill_policy="even",
         )
     )
     params = SamplingParams(temperature=0.0, max_tokens=5)

@@ -72,6 +72,8 @@ def engine(pipeline: Pipeline, seed: int = 0, stall_timeout: float = 60.0) -> En
         num_microbatches=1,
         window=3,
         eos_token_ids=frozenset(),
+        prefix_caching=True,
+        prefill_policy="even",
     )
     vocabulary = {f"t{n}": n for n in range(10)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))

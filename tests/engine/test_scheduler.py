@@ -37,6 +37,7 @@ def scheduler(order: PrefillOrder | None = None, **changes: Any) -> Scheduler:
         "num_microbatches": 2,
         "window": 4,
         "eos_token_ids": frozenset({EOS}),
+        "prefix_caching": True,
         "prefill_policy": "budget",
     }
     return Scheduler(SchedulerConfig(**{**settings, **changes}), order=order)

@@ -101,6 +101,7 @@ def run_stages(
             num_microbatches=2,
             window=4,
             eos_token_ids=frozenset(),
+            prefix_caching=True,
             prefill_policy="budget",
         )
     )

@@ -64,6 +64,7 @@ def engine_cost(running: int, context_len: int, steps: int = 300) -> EngineCost:
             num_microbatches=1,
             window=_WINDOW,
             eos_token_ids=frozenset({0}),
+            prefix_caching=True,
             prefill_policy="budget",
         )
     )

@@ -23,8 +23,8 @@ class SchedulerConfig:
     num_microbatches: int
     window: int
     eos_token_ids: frozenset[int]
-    prefix_caching: bool = True
-    prefill_policy: PrefillPolicyName = "even"
+    prefix_caching: bool
+    prefill_policy: PrefillPolicyName
     num_stages: int = 1
     max_itl_s: float | None = None
     epoch: int = 0
