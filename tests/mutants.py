@@ -125,7 +125,7 @@ MUTANTS = [
         "slot released before its step has run",
         "pipeline.stage_loop:_Stage.run",
         ("executor.begin(plan)\n", "executor.begin(plan)\n    executor.end(plan)\n"),
-        ("executor.end(plan)\n    if role.last", "if role.last"),
+        ("executor.end(plan)\n    if role.speaks", "if role.speaks"),
         seed=44,
     ),
     _mutant(
