@@ -4,7 +4,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
 from headrace.checks import unknown_name
-from headrace.engine.microbatch_count import MOST_MICROBATCHES, window_of
 from headrace.engine.prefill_policy import PrefillPolicyName
 from headrace.errors import UsageError
 from headrace.protocol.messages import LinkEmulation
@@ -160,23 +159,6 @@ class EngineConfig:
     def sequences(self) -> int:
         """Sequences that may run at the same time."""
         return self.max_num_seqs or min(_MAX_NUM_SEQS, self.max_num_batched_tokens)
-
-    @property
-    def microbatches(self) -> int:
-        """Groups of sequences that take turns, at the start."""
-        return self.num_microbatches or min(self.pipeline_parallel_size, self.sequences)
-
-    @property
-    def most_microbatches(self) -> int:
-        """Groups that there may ever be."""
-        if self.pipeline_parallel_size == 1:
-            return self.microbatches
-        return self.num_microbatches or min(MOST_MICROBATCHES, self.sequences)
-
-    @property
-    def window(self) -> int:
-        """The most steps that may ever be planned beyond the newest result."""
-        return window_of(self.most_microbatches, self.pipeline_parallel_size)
 
     @property
     def link_emulation(self) -> LinkEmulation | None:

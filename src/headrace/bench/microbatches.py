@@ -76,7 +76,7 @@ def compare(case: Case) -> Comparison:
     torch.set_num_threads(1)
     auto = _launch(case, None)
     auto_per_s = _rate(auto, case, _AUTO_LEN, _AUTO_PART)
-    most = _config(case, None).most_microbatches
+    most = auto.deployment.most_microbatches
     fixed = {
         count: _rate(_launch(case, count), case, _FIXED_LEN, _FIXED_PART)
         for count in (*range(1, 17), *range(18, 33, 2), *range(36, 65, 4))

@@ -10,6 +10,7 @@ from headrace.bench.running import running_engine
 from headrace.bench.stage_alone import seconds_alone
 from headrace.checkpoint.locate import SYNTHETIC
 from headrace.config import EngineConfig
+from headrace.deployment.resolve import Deployment
 from headrace.deployment.start import RunningEngine, stage_config
 from headrace.engine.microbatch_count import best_count, round_seconds
 from headrace.engine.snapshot import EngineSnapshot
@@ -141,9 +142,9 @@ def measure_overlap(
         say("warm-up: deferred")
         warm_up = run_batch(deferred.engine, noted, _shortened(batch, _WARM_UP))
         settled = warm_up.num_microbatches
-        candidates = range(1, min(2 * pp, config.sequences) + 1)
+        candidates = range(1, min(2 * pp, deferred.deployment.max_num_seqs) + 1)
         # With room for every number of microbatches that is to be run.
-        most = max(config.most_microbatches, *candidates)
+        most = max(deferred.deployment.most_microbatches, *candidates)
         blocking_config = replace(config, token_feedback="blocking", num_microbatches=most)
         with running_engine(blocking_config, say, "blocking", noted_blocking) as blocking:
 
@@ -195,7 +196,9 @@ def measure_overlap(
         runs=runs,
         trials=trials,
         ideal_step_s=sum(alone) / len(alone),
-        outlook=_outlook(deferred.engine.snapshot, config, batch, median.num_microbatches),
+        outlook=_outlook(
+            deferred.engine.snapshot, deferred.deployment, batch, median.num_microbatches
+        ),
         timelines=lines,
     )
 
@@ -243,19 +246,21 @@ def _figures(runs: list[BatchRun]) -> dict[str, Any]:
     }
 
 
-def _outlook(engine: EngineSnapshot, config: EngineConfig, batch: Batch, count: int) -> str | None:
+def _outlook(
+    engine: EngineSnapshot, deployment: Deployment, batch: Batch, count: int
+) -> str | None:
     """Why one step for all is as good as any splitting, by the costs and the link time that the
     engine measured; None if it is not. count: what the engine ran with."""
-    rows = min(batch.num_prompts, config.sequences)
+    rows = min(batch.num_prompts, deployment.max_num_seqs)
     context = batch.input_len + batch.output_len // 2
     everyone = StepWork(tokens=rows, attended=rows * context, sampled=rows)
     single = StepWork(tokens=1, attended=context, sampled=1)
     costs, link_s = engine.costs, engine.link_s
-    best = best_count(everyone, costs, link_s, config.most_microbatches)
+    best = best_count(everyone, costs, link_s, deployment.most_microbatches)
     together, split = (round_seconds(n, everyone, costs, link_s) for n in (1, best))
     if together > split * (1 + _WORTH_IT):
         return None
-    found = f"; auto found {count}" if config.num_microbatches is None else ""
+    found = f"; auto found {count}" if deployment.config.num_microbatches is None else ""
     return (
         f"microbatches cannot help here: a step of all {rows} rows takes the slowest stage "
         f"{max(cost.seconds(everyone) for cost in costs) * 1e3:.1f} ms, one of a single row "

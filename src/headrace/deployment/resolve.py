@@ -17,7 +17,7 @@ from headrace.deployment.partition import (
     parse_layer_partition,
     stage_shares,
 )
-from headrace.engine.microbatch_count import window_of
+from headrace.engine.microbatch_count import MOST_MICROBATCHES, window_of
 from headrace.errors import UsageError
 from headrace.host.cpus import StageCpus, stage_cpus
 from headrace.protocol.messages import LinkEmulation
@@ -94,6 +94,7 @@ def resolve(config: EngineConfig, model: Model, machine: Machine) -> Deployment:
         allowed=machine.allowed_cpus,
         cores=machine.cores,
     )
+    microbatches, most_microbatches = _microbatches(config)
     return Deployment(
         config=config,
         model=model,
@@ -103,10 +104,10 @@ def resolve(config: EngineConfig, model: Model, machine: Machine) -> Deployment:
         dtype=dtype,
         max_model_len=max_model_len,
         max_num_seqs=config.sequences,
-        num_microbatches=config.microbatches,
-        most_microbatches=config.most_microbatches,
-        window=window_of(config.microbatches, ranks.num_stages),
-        most_window=config.window,
+        num_microbatches=microbatches,
+        most_microbatches=most_microbatches,
+        window=window_of(microbatches, ranks.num_stages),
+        most_window=window_of(most_microbatches, ranks.num_stages),
         cache=cache,
         start_timeout=max(_START_TIMEOUT, config.stall_timeout),
         link_timeout=_link_timeout(config),
@@ -142,6 +143,17 @@ def _dtype(config: EngineConfig, model: ModelConfig, machine: Machine) -> str:
         return config.dtype
     fast = machine.computes_bfloat16 or machine.native_kernels
     return "bfloat16" if model.dtype != "float32" and fast else "float32"
+
+
+def _microbatches(config: EngineConfig) -> tuple[int, int]:
+    """Groups of sequences that take turns: at the start, and the most that there may ever be."""
+    if config.num_microbatches is not None:
+        return config.num_microbatches, config.num_microbatches
+    at_start = min(config.pipeline_parallel_size, config.sequences)
+    # Where no token travels there is nothing to hide.
+    if config.pipeline_parallel_size == 1:
+        return at_start, at_start
+    return at_start, min(MOST_MICROBATCHES, config.sequences)
 
 
 def _bytes_per_position(config: EngineConfig, model: ModelConfig, dtype: str) -> int:

@@ -24,6 +24,7 @@ class VirtualEngine:
 
     engine: Engine
     stages: "VirtualStages"
+    deployment: Deployment
     clock: "VirtualClock"
     card: ModelCard
 
@@ -84,4 +85,6 @@ def start_virtual(deployment: Deployment) -> VirtualEngine:
     )
     loaded = [Loaded(rank, 0, 0, "no", None) for rank in range(deployment.ranks.count)]
     card = model_card(deployment, loaded, blocks, load_s=0.0)
-    return VirtualEngine(engine=engine, stages=stages, clock=clock, card=card)
+    return VirtualEngine(
+        engine=engine, stages=stages, deployment=deployment, clock=clock, card=card
+    )

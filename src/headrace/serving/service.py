@@ -85,7 +85,7 @@ class Service:
 
     def check_count(self, prompts: int, n: int, fields: Mapping[str, str]) -> None:
         """Raises ApiError for more completions in one request than may ever run and wait."""
-        queue, slots = self.settings.max_queued_requests, self.ready().config.sequences
+        queue, slots = self.settings.max_queued_requests, self.ready().card.max_num_seqs
         if prompts * n > slots + queue:
             field = fields["n"] if n > 1 else "prompt"
             raise ApiError(
@@ -145,7 +145,7 @@ class Service:
         engine = self.ready()
         self.check_count(len(prompts), params.n, fields)
         count = params.n * len(prompts)
-        if self._open + count > engine.config.sequences + self.settings.max_queued_requests:
+        if self._open + count > engine.card.max_num_seqs + self.settings.max_queued_requests:
             raise ApiError(
                 429, f"{self._open} completions run or wait already: try again later",
                 code="queue_full",
