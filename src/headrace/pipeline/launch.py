@@ -228,7 +228,7 @@ class StageProcesses:
                 "path on a local disk"
             ) from error
         self._poller.register(endpoint, zmq.POLLIN)
-        log = self._folder.path / f"stage-{config.stage}.log"
+        log = self._folder.path / f"rank-{config.rank}.log"
         environment = dict(os.environ)
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         inherited = [] if config.store_fd is None else [config.store_fd]
