@@ -210,6 +210,61 @@ MUTANTS = [
         "engine.scheduler:Scheduler._has_room_for",
         ("return needed", "return 10_000 + needed"),
     ),
+    _mutant(
+        "message of a lost epoch taken",
+        "engine.engine:Engine._take",
+        ("message.epoch != self.scheduler.epoch", "False"),
+    ),
+    _mutant(
+        "steps of a new epoch numbered on from the lost one's",
+        "engine.scheduler:Scheduler._begin",
+        ("self._next_step = 0", "self._next_step = self.__dict__.get('_next_step', 0)"),
+    ),
+    _mutant(
+        "prefix cache of a lost epoch kept",
+        "engine.scheduler:Scheduler.new_epoch",
+        (
+            "    for sequence in [*unfinished, *self._releasing]:\n",
+            "    pool = self._pool\n"
+            "    for sequence in [*unfinished, *self._releasing]:\n"
+            "        pool.give_back(sequence.blocks)\n",
+        ),
+        (
+            "self._begin(epoch, self._groups.count)",
+            "self._begin(epoch, self._groups.count)\n    self._pool = self._cache._pool = pool",
+        ),
+    ),
+    _mutant(
+        "rules that the lost epoch's last stage had taken for the new one's",
+        "engine.scheduler:Scheduler._begin",
+        (
+            "self._rules = RulesOnStage()",
+            "self._rules = self.__dict__.get('_rules') or RulesOnStage()",
+        ),
+    ),
+    _mutant(
+        "slots released that a lost epoch was to release",
+        "engine.scheduler:Scheduler._begin",
+        (
+            "self._releasing: list[Sequence] = []",
+            "self._releasing = self.__dict__.get('_releasing') or []",
+        ),
+    ),
+    _mutant(
+        "sequence that waited forgotten with the lost epoch",
+        "engine.scheduler:Scheduler.new_epoch",
+        ("*self._groups.all(), *waiting]", "*self._groups.all()]"),
+    ),
+    _mutant(
+        "rows of a lost epoch waited for",
+        "engine.scheduler:Scheduler.new_epoch",
+        ("sequence.in_flight = 0", "pass"),
+    ),
+    _mutant(
+        "accepted tokens computed again after a lost epoch",
+        "engine.scheduler:Scheduler.new_epoch",
+        ("sequence.in_flight = 0", "sequence.in_flight = 0\n        sequence.outputs.clear()"),
+    ),
 ]
 
 

@@ -34,7 +34,7 @@ def run(seeds: range) -> Outcome:
     steps, failures = 0, []
     for seed in seeds:
         try:
-            steps += len(simulate(seed).pipeline.plans)
+            steps += len(simulate(seed).plans)
         except Exception as error:
             failures.append("".join(traceback.format_exception(error)))
     return Outcome(len(seeds), steps, failures)

@@ -20,6 +20,7 @@ from headrace.engine.limits import SchedulerConfig
 from headrace.engine.microbatch_count import MicrobatchTuner, window_of
 from headrace.engine.outputs import CompletionOutput, OutputDelta
 from headrace.engine.scheduler import Scheduler
+from headrace.errors import PipelineError
 from headrace.execution.model_executor import ModelExecutor
 from headrace.protocol.plan import Plan
 from headrace.protocol.ranks import Ranks
@@ -105,11 +106,13 @@ class Simulation:
         self.requests = self._requests()
         config = self._config()
         self._shares = stage_shares([rng.choice([1, 1, 2]) for _ in range(self.num_stages)])
-        self.stages = self._stages(config)
+        self.reached: Counter[str] = Counter()
+        self.stages = self._stages(config, rng, epoch=0)
         stray = rng.random() < 0.3
-        self.pipeline = Watched(
-            self.stages, self.num_stages, self.window, lambda: stray and rng.random() < 0.1
-        )
+        self._stray = lambda: stray and rng.random() < 0.1
+        self.pipeline = self._watched(epoch=0)
+        # All that was sent, in all epochs.
+        self.plans = list[Plan]()
         self.engine = Engine(
             scheduler=Scheduler(config, clock=lambda: self.clock.now),
             pipeline=self.pipeline,
@@ -124,7 +127,10 @@ class Simulation:
         if tuned:
             self.engine.tuner = MicrobatchTuner(most)
         self._orders = self._draw_orders()
-        self._pause = self._times(mostly_none=True)
+        self._pause = self._times(rng, mostly_none=True)
+        # Drawn apart from all else, as are the stages after a kill.
+        self._kill_rng = random.Random(f"kill {seed}")
+        self._draw_kills()
         # Of the engine alone, longer than it would wait for stages. Drawn apart from all else.
         self._sleep_rng = random.Random(f"sleep {seed}")
         self._sleepiness = self._sleep_rng.choice([0.0, 0.0, 0.0, 0.0, 0.05])
@@ -145,7 +151,13 @@ class Simulation:
                     pass
             seen = len(self.pipeline.plans), self.pipeline.messages
             groups = self.engine.scheduler.num_microbatches
-            self._take(self.engine.step())
+            try:
+                self._take(self.engine.step())
+            except PipelineError:
+                if not self.stages.killed:
+                    raise
+                self._restart()
+                continue
             self.reached["change by the tuner"] += groups != self.engine.scheduler.num_microbatches
             turn += 1
             stuck = seen == (len(self.pipeline.plans), self.pipeline.messages) and self.clock.idle
@@ -156,12 +168,8 @@ class Simulation:
         while not self.engine.settled:
             self._take(self.engine.step())
         self.stages.stop()
+        self.plans += self.pipeline.plans
         self._check()
-
-    @property
-    def reached(self) -> Counter[str]:
-        """How often situations came about that the seeds are to reach."""
-        return self.pipeline.reached
 
     # What the seed draws
 
@@ -187,10 +195,9 @@ class Simulation:
             prefill_policy=rng.choice(["even", "budget"]),
         )
 
-    def _stages(self, config: SchedulerConfig) -> VirtualStages:
-        rng = self._rng
-        link_delay, socket_delay, compute = self._times(), self._times(), self._times()
-        hold_up = self._times(mostly_none=True)
+    def _stages(self, config: SchedulerConfig, rng: random.Random, epoch: int) -> VirtualStages:
+        link_delay, socket_delay, compute = (self._times(rng) for _ in range(3))
+        hold_up = self._times(rng, mostly_none=True)
         slow = [rng.choice([1.0, 1.0, 1.0, 8.0]) for _ in range(self.num_stages)]
         stalls = {
             (rng.randrange(self.num_stages), rng.randint(0, 40)) for _ in range(rng.choice([0, 1]))
@@ -200,7 +207,7 @@ class Simulation:
 
         def compute_s(stage: int, plan: Plan, kind: str) -> float:
             if kind == "forward" and (stage, plan.step) in stalls:
-                self.pipeline.reached["stall"] += 1
+                self.reached["stall"] += 1
                 return _STALL_S
             return compute() * slow[stage]
 
@@ -227,6 +234,7 @@ class Simulation:
             list(self._executors),
             self.window,
             config.max_num_seqs,
+            epoch=epoch,
             blocking_feedback=rng.random() < 0.3,
             compute_s=compute_s,
             socket_delay=lambda stage: socket_delay(),
@@ -234,9 +242,19 @@ class Simulation:
             link_timeout=_DEADLINE_S,
         )
 
-    def _times(self, mostly_none: bool = False) -> Callable[[], float]:
+    def _watched(self, epoch: int, killed: VirtualStages | None = None) -> Watched:
+        return Watched(
+            self.stages,
+            epoch,
+            self.num_stages,
+            self.window,
+            self._stray,
+            self.reached,
+            killed,
+        )
+
+    def _times(self, rng: random.Random, mostly_none: bool = False) -> Callable[[], float]:
         """How long something takes, each time."""
-        rng = self._rng
         scale = _SCALE_S * rng.choice([0.1, 1.0])
         kinds: list[Callable[[], float]] = [
             lambda: 0.0,
@@ -307,6 +325,15 @@ class Simulation:
         orders.sort(key=lambda order: order[0])
         return deque(orders)
 
+    def _draw_kills(self) -> None:
+        """Moments at which all stages are killed; after some soon again."""
+        rng = self._kill_rng
+        for _ in range(rng.choice([0, 0, 0, 1, 2, 3])):
+            due = rng.randint(0, 60)
+            for kill_at in [due, due + rng.randint(0, 2)][: rng.choice([1, 1, 2])]:
+                self._orders.append((kill_at, self._kill))
+        self._orders = deque(sorted(self._orders, key=lambda order: order[0]))
+
     # What happens
 
     def _add(self, request: Request) -> None:
@@ -324,6 +351,24 @@ class Simulation:
         else:
             self.engine.scheduler.set_microbatches(count, window)
         self.reached["change with steps in flight"] += self.engine.scheduler.steps_in_flight > 0
+
+    def _kill(self) -> None:
+        if self.stages.killed:
+            # Nobody has noticed the last time yet.
+            self._restart()
+        self.stages.kill()
+
+    def _restart(self) -> None:
+        """What whoever runs an engine does about a pipeline that is gone."""
+        scheduler = self.engine.scheduler
+        self.reached["epoch lost"] += 1
+        self.reached["epoch lost before its first result"] += not self.pipeline.messages
+        self.reached["epoch lost with steps in flight"] += scheduler.steps_in_flight > 0
+        self.plans += self.pipeline.plans
+        epoch = self.pipeline.epoch + 1
+        killed, self.stages = self.stages, self._stages(scheduler.config, self._kill_rng, epoch)
+        self.pipeline = self._watched(epoch, killed)
+        self.engine.restart(self.pipeline, epoch)
 
     def _take(self, deltas: list[OutputDelta]) -> None:
         by_id = {request.id: request for request in self.requests}
@@ -348,7 +393,7 @@ class Simulation:
             [0] * self.num_stages,
         )
         _equal("rules that the engine keeps", self.pipeline.rules, {})
-        self.reached["preemption"] += scheduler.preemptions
+        self.reached["preemption"] += scheduler.counters.preemptions
 
     def _check_output(self, request: Request, index: int, output: CompletionOutput) -> None:
         name = f"request {request.id}, completion {index}: "

@@ -202,5 +202,5 @@ def test_mixed_requests_give_what_each_gives_alone(
         assert got.logprobs == approximately(whole.logprobs, len(got.token_ids))
     cached = sum(output.num_cached_tokens for output in outputs)
     assert (cached > 0) == caching, "the prefix cache was used, or was off"
-    assert (scheduler.preemptions > 0) == (sequences == 1), "preemption was part of it"
+    assert (scheduler.counters.preemptions > 0) == (sequences == 1), "preemption was part of it"
     assert scheduler.free_blocks == scheduler.config.num_blocks, "blocks leaked"

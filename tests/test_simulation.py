@@ -30,6 +30,10 @@ SITUATIONS = {
     "the engine slept",
     "rules shared",
     "rules kept over a preemption",
+    "epoch lost",
+    "epoch lost before its first result",
+    "epoch lost with steps in flight",
+    "message of a lost epoch",
 }
 
 
@@ -45,7 +49,7 @@ def test_references_name_only_steps_whose_result_the_engine_does_not_have() -> N
     """Contract 1, point 3: a sequence waits for nothing once the engine has its token."""
     simulation = simulate(3)
     results = 0
-    for plan in simulation.pipeline.plans:
+    for plan in simulation.plans:
         for row in plan.rows:
             for token in row.inputs:
                 if not isinstance(token, int):
@@ -56,7 +60,7 @@ def test_references_name_only_steps_whose_result_the_engine_does_not_have() -> N
 
 def test_the_same_seed_replays_the_same_plans_at_the_same_moments() -> None:
     first, second = simulate(11), simulate(11)
-    assert first.pipeline.plans == second.pipeline.plans
+    assert first.plans == second.plans
     assert first.clock.now == second.clock.now > 0
 
 

@@ -2,10 +2,12 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from headrace.errors import PipelineError
 from headrace.protocol.messages import Report, Result, Timeline
 from headrace.protocol.plan import Plan, TokenRef, Yield, samples
 from headrace.simulation.virtual_stages import VirtualStages
@@ -22,21 +24,30 @@ class SimulationError(Exception):
 class Watched:
     """The pipeline between engine and stages: sees every plan and counts what the seeds reach.
 
-    stray: whether it is time to send a stage a plan of another epoch.
+    One for each epoch; reached goes on from one to the next. stray: whether it is time to send a
+    stage a plan of another epoch. killed: the stages of the epoch before, whose last messages come
+    late.
     """
 
     stages: VirtualStages
+    epoch: int
     num_stages: int
     window: int
     stray: Callable[[], bool]
-    plans: list[Plan] = field(default_factory=list)
     reached: Counter[str] = field(default_factory=Counter)
+    killed: VirtualStages | None = None
+    plans: list[Plan] = field(default_factory=list)
     messages: int = 0
     # By number, the slots that go by the rules which the last stage has.
     rules: dict[int, set[int]] = field(default_factory=dict)
     _numbers: set[int] = field(default_factory=set)
 
     def send(self, plan: Plan) -> None:
+        if (plan.epoch, plan.step) != (self.epoch, len(self.plans)):
+            raise SimulationError(
+                f"plan {plan.step} of epoch {plan.epoch} was sent in place of plan "
+                f"{len(self.plans)} of epoch {self.epoch}"
+            )
         for row in plan.rows:
             for token in row.inputs:
                 # Contract 1, point 3: only what the engine does not have is referred to.
@@ -75,6 +86,11 @@ class Watched:
 
     def receive(self, timeout_s: float) -> list[Result | Report]:
         messages = self.stages.receive(timeout_s)
+        if self.killed is not None:
+            with suppress(PipelineError):
+                late = self.killed.receive(0.0)
+                self.reached["message of a lost epoch"] += len(late)
+                messages = late + messages
         self.messages += len(messages)
         return messages
 

@@ -39,8 +39,10 @@ class Pipeline:
     def send(self, plan: Plan) -> None:
         self.plans.append(plan)
         tokens = [[3] if row.yields & Yield.TOKEN else [] for row in plan.rows]
-        report = Report(0, plan.step, 0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.5, 0.25, None, [], 99)
-        self.answers += [Result(0, plan.step, tokens, []), *[report] * self.reports]
+        report = Report(
+            plan.epoch, plan.step, 0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.5, 0.25, None, [], 99
+        )
+        self.answers += [Result(plan.epoch, plan.step, tokens, []), *[report] * self.reports]
 
     def receive(self, timeout_s: float) -> list[Result | Report]:
         if self.clock is not None and (self.silent or not self.answers):
@@ -417,3 +419,29 @@ def test_an_abort_shows_at_once() -> None:
     assert target.snapshot.num_waiting == 2
     target.abort(requests[-1])
     assert target.snapshot.num_waiting == 1
+
+
+def test_after_a_restart_a_request_goes_on_and_what_was_learnt_stays() -> None:
+    first, second = Pipeline(), Pipeline()
+    target = engine(first)
+    request = target.add([1], SamplingParams(max_tokens=6))
+    ended = target.add([1], SamplingParams(max_tokens=6))
+    deltas = target.step()
+    target.abort(ended)
+    first.silent = True
+    target.step(0.0)
+    busy_s = target.snapshot.stages[0].busy_s
+    # Messages that were on their way when the first pipeline ended.
+    second.answers = first.answers
+    target.restart(second, epoch=1)
+    assert not target.settled
+    deltas += run(target)
+    own = [delta for delta in deltas if delta.request_id == request]
+    assert [delta.token for delta in own] == [3] * 6
+    assert own[-1].finish_reason == "length"
+    assert "".join(delta.text for delta in own) == " t3" * 6
+    assert second.plans[0].epoch == 1
+    assert target.snapshot.stages[0].busy_s > busy_s > 0
+    assert target.snapshot.costs[0].seconds(StepWork(1, 10, 1)) == pytest.approx(0.75, rel=0.05)
+    assert not target._works
+    assert target.settled

@@ -115,8 +115,8 @@ def test_the_window_has_room_for_every_groups_step_and_two_more() -> None:
 
 
 def see_steps(tuner: MicrobatchTuner, *sizes: int) -> None:
-    for step, size in enumerate(sizes):
-        tuner.see(step, StepWork(size, 100 * size, size))
+    for size in sizes:
+        tuner.see(StepWork(size, 100 * size, size))
 
 
 @pytest.mark.parametrize(("current", "tried"), [(4, 2), (2, 1), (1, 2)])
@@ -138,9 +138,9 @@ def test_a_trial_that_shows_nothing_ends_and_is_not_repeated() -> None:
     tuner = MicrobatchTuner(most=64)
     see_steps(tuner, 16)
     counts = [4]
-    for step in range(1, 40):
+    for _ in range(1, 40):
         # Only steps with prefill come.
-        tuner.see(step, StepWork(500, 10_000, 20))
+        tuner.see(StepWork(500, 10_000, 20))
         counts.append(tuner.next_count(counts[-1], rows(64), stages(4, 2, 0.3), 0.0))
     assert counts.index(2) == 1
     assert counts[10:] == [4] * 30
@@ -149,8 +149,8 @@ def test_a_trial_that_shows_nothing_ends_and_is_not_repeated() -> None:
 def test_after_a_long_time_with_steps_of_one_size_it_tries_again() -> None:
     tuner = MicrobatchTuner(most=64)
     see_steps(tuner, 16, 24)
-    for step in range(2, 5003):
-        tuner.see(step, StepWork(16, 1600, 16))
+    for _ in range(2, 5003):
+        tuner.see(StepWork(16, 1600, 16))
     assert tuner.next_count(4, rows(64), stages(4, 2, 0.3), 0.0) == 2
 
 
@@ -163,7 +163,7 @@ def test_where_sizes_differ_already_nothing_is_tried() -> None:
 def test_steps_with_prefill_tell_nothing_about_decode_steps() -> None:
     tuner = MicrobatchTuner(most=64)
     see_steps(tuner, 16)
-    tuner.see(1, StepWork(500, 10_000, 20))
+    tuner.see(StepWork(500, 10_000, 20))
     assert tuner.next_count(4, rows(64), stages(4, 2, 0.3), 0.0) == 2
 
 

@@ -92,6 +92,10 @@ class Load(RuleBasedStateMachine):
             prefill_policy=policy,
         )
         self.sequences: list[Sequence] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin as the ranks of an epoch do."""
         self.in_flight: list[Plan] = []
         self.next_step = 0
         self.newest_result = -1
@@ -121,7 +125,7 @@ class Load(RuleBasedStateMachine):
         plan = self.scheduler.plan()
         if plan is None:
             return
-        assert plan.step == self.next_step
+        assert (plan.epoch, plan.step) == (self.scheduler.epoch, self.next_step)
         assert plan.step - self.newest_result <= self.window
         self.next_step += 1
         self.apply(plan)
@@ -199,6 +203,14 @@ class Load(RuleBasedStateMachine):
         assert [s for s in self.sequences if s.microbatch is not None] == before
         assert self.scheduler.decode_work.tokens == len(before)
         assert all(s.microbatch in range(microbatches) for s in before if s.microbatch is not None)
+
+    @rule()
+    def lose_everything_in_flight(self) -> None:
+        """The next epoch's ranks know nothing."""
+        outputs = [list(s.outputs) for s in self.sequences]
+        self.scheduler.new_epoch(self.scheduler.epoch + 1)
+        assert [s.outputs for s in self.sequences] == outputs
+        self.forget()
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -393,7 +405,7 @@ def test_a_prefix_is_found_by_whoever_begins_with_the_same_tokens() -> None:
     cached = [s.cached_tokens for s in (first, same, longer, other)]
     # Three full blocks of the thirteen tokens; two are common with the longer one.
     assert cached == [0, 12, 8, 0]
-    assert (engine.prefix_cache_queries, engine.prefix_cache_hits) == (4 * 13, 20)
+    assert (engine.counters.prefix_cache_queries, engine.counters.prefix_cache_hits) == (4 * 13, 20)
 
 
 def test_a_prefix_that_this_very_step_computes_is_waited_for() -> None:
@@ -418,14 +430,14 @@ def test_without_prefix_caching_nothing_is_found() -> None:
         engine.add(sequence(number, list(range(2, 15)), 2))
         run(engine, 5)
     assert all(admission.computed == 0 for plan in run(engine, 5) for admission in plan.admitted)
-    assert engine.prefix_cache_queries == 0
+    assert engine.counters.prefix_cache_queries == 0
 
 
 def test_who_must_see_all_logits_does_not_ask_the_prefix_cache() -> None:
     engine = scheduler()
     engine.add(sequence(0, list(range(2, 15)), 2, prompt_logprobs=1))
     run(engine, 1)
-    assert engine.prefix_cache_queries == 0
+    assert engine.counters.prefix_cache_queries == 0
 
 
 def test_the_newest_is_preempted_and_comes_back_with_its_tokens() -> None:
@@ -434,7 +446,7 @@ def test_the_newest_is_preempted_and_comes_back_with_its_tokens() -> None:
     engine.add(old)
     run(engine, 2)
     engine.add(new)
-    while not engine.preemptions:
+    while not engine.counters.preemptions:
         run(engine, 1)
     assert old.slot is not None
     assert new.slot is None
@@ -454,13 +466,13 @@ def test_a_preempted_sequence_is_admitted_only_when_nothing_of_it_is_in_flight()
     in_flight: list[Plan] = []
     for _ in range(200):
         while (plan := engine.plan()) is not None:
-            if plan.admitted and engine.preemptions:
+            if plan.admitted and engine.counters.preemptions:
                 assert new.in_flight == 1, "the row that has just been planned"
             in_flight.append(plan)
         if not in_flight:
             break
         engine.take_result(result_of(in_flight.pop(0)))
-    assert engine.preemptions
+    assert engine.counters.preemptions
     assert engine.idle
 
 
@@ -513,7 +525,7 @@ def test_prompt_logprobs_that_came_before_a_preemption_are_not_given_twice() -> 
     while not engine.idle:
         plan = engine.plan()
         assert plan is not None
-        if engine.preemptions and had_before is None:
+        if engine.counters.preemptions and had_before is None:
             had_before = len(came)
         reports = []
         for number, row in enumerate(plan.rows):
@@ -536,7 +548,7 @@ def test_of_two_the_one_of_the_larger_priority_is_preempted_although_it_is_older
     new = sequence(1, 8, 16, ignore_eos=True)
     engine.add(old)
     engine.add(new)
-    while not engine.preemptions:
+    while not engine.counters.preemptions:
         run(engine, 1)
     assert old.slot is None
     assert new.slot is not None
@@ -547,7 +559,7 @@ def test_a_preempted_sequence_keeps_its_place_in_line_and_its_first_times() -> N
     everyone = [sequence(n, 8, 16, ignore_eos=True) for n in range(3)]
     for one in everyone:
         engine.add(one)
-    while not engine.preemptions:
+    while not engine.counters.preemptions:
         run(engine, 1)
     second = everyone[1]
     assert second.slot is None
@@ -556,7 +568,7 @@ def test_a_preempted_sequence_keeps_its_place_in_line_and_its_first_times() -> N
     assert admitted[0] == 1
     assert (second.admitted_at, second.cached_tokens) == before
     # Coming back is no new question to the prefix cache.
-    assert engine.prefix_cache_queries == sum(len(one.prompt) for one in everyone)
+    assert engine.counters.prefix_cache_queries == sum(len(one.prompt) for one in everyone)
 
 
 def test_one_sequence_at_a_time_makes_room_however_many_rows_need_it() -> None:
@@ -565,9 +577,9 @@ def test_one_sequence_at_a_time_makes_room_however_many_rows_need_it() -> None:
     everyone = [sequence(n, 9, 15, ignore_eos=True) for n in range(4)]
     for one in everyone:
         engine.add(one)
-    while not engine.preemptions:
+    while not engine.counters.preemptions:
         assert run(engine, 1)
-    assert engine.preemptions == 1
+    assert engine.counters.preemptions == 1
     assert [one.slot is None for one in everyone] == [False, False, False, True]
 
 
@@ -583,7 +595,7 @@ def test_nobody_is_admitted_whom_the_next_rows_would_preempt() -> None:
     run(engine, 1)
     assert new.slot is None
     run(engine, 100)
-    assert engine.preemptions == 0
+    assert engine.counters.preemptions == 0
     assert new.finished
 
 
@@ -738,3 +750,60 @@ def test_an_end_before_min_tokens_is_none() -> None:
     engine.add(one)
     run(engine, 20)
     assert (one.outputs, one.finish_reason) == ([5, 5, 5], "stop")
+
+
+def test_when_everything_in_flight_is_lost_sequences_go_on_from_their_accepted_tokens() -> None:
+    engine = scheduler(FirstCome())
+    tokens = list(range(2, 14))
+    old, new = (sequence(n, tokens, 6, ignore_eos=True) for n in range(2))
+    engine.add(old)
+    run(engine, 4)
+    engine.add(new)
+    while engine.plan():
+        pass
+    had = list(old.outputs)
+    assert had
+    before = engine.counters.steps
+    engine.new_epoch(1)
+    assert (engine.steps_in_flight, engine.num_running, engine.num_waiting) == (0, 0, 2)
+    assert (engine.free_blocks, engine.slots_used) == (40, 0)
+    plan = engine.plan()
+    assert plan is not None
+    assert (plan.epoch, plan.step, engine.counters.steps) == (1, 0, before + 1)
+    # Nothing is cached on the new stages, and the older one comes first.
+    assert [(a.prompt, a.outputs, a.computed) for a in plan.admitted] == [(tokens, had, 0)]
+    engine.take_result(result_of(plan))
+    run(engine, 50)
+    assert [len(one.outputs) for one in (old, new)] == [6, 6]
+    assert engine.idle
+
+
+def test_who_ended_before_everything_was_lost_stays_ended_and_has_nothing_to_release() -> None:
+    engine = scheduler()
+    one = sequence(0, 4, 6)
+    engine.add(one)
+    engine.plan()
+    engine.finish(one, "abort")
+    engine.new_epoch(1)
+    assert engine.idle
+    assert engine.plan() is None
+
+
+def test_who_was_preempted_with_rows_in_flight_does_not_wait_for_them_in_the_next_epoch() -> None:
+    engine = scheduler(num_blocks=8, num_microbatches=1, max_num_seqs=2)
+    for number in range(2):
+        engine.add(sequence(number, 8, 16, ignore_eos=True))
+    in_flight = []
+    while not engine.counters.preemptions:
+        while plan := engine.plan():
+            in_flight.append(plan)
+        if not engine.counters.preemptions:
+            engine.take_result(result_of(in_flight.pop(0)))
+    assert engine.steps_in_flight
+    engine.new_epoch(1)
+    plan = engine.plan()
+    assert plan is not None
+    assert [row.slot for row in plan.rows] == [a.slot for a in plan.admitted]
+    engine.take_result(result_of(plan))
+    run(engine, 100)
+    assert engine.idle

@@ -114,8 +114,7 @@ class Engine:
         self._fits = [CostFit(prior) for prior in priors]
         self._costs = tuple(priors)
         self.scheduler.cost = dearest(priors, StepWork(1, 1, 1))
-        most = self.scheduler.num_microbatches if self.tuner is None else self.tuner.most
-        self._link_time = LinkTime(self.ranks, window_of(most, self.ranks.num_stages))
+        self._link_time = self._new_link_time()
         self._stall = StallWatch(self.stall_timeout)
         self.detokenizer = Detokenizer(self.tokenizer)
         self.reader = Detokenizer(self.tokenizer, skip_special_tokens=False)
@@ -200,6 +199,26 @@ class Engine:
             self._forget(sequence)
         self._take_snapshot()
         return deltas
+
+    def restart(self, pipeline: Pipeline, epoch: int) -> None:
+        """Go on with a pipeline built anew, as the next epoch; the one before has ended, somehow.
+
+        What was in flight is computed again from the tokens accepted, and nothing is handed out
+        twice. epoch: not used before; messages of others are dropped. Learned costs stay.
+        """
+        self.pipeline = pipeline
+        self.scheduler.new_epoch(epoch)
+        self._works.clear()
+        self._reports.clear()
+        self._next_look = 0
+        self._link_time = self._new_link_time()
+        self._usage = [replace(usage, newest_step=-1) for usage in self._usage]
+        self._stall.progress(self.clock())
+        self._take_snapshot()
+
+    def _new_link_time(self) -> LinkTime:
+        most = self.scheduler.num_microbatches if self.tuner is None else self.tuner.most
+        return LinkTime(self.ranks, window_of(most, self.ranks.num_stages))
 
     def is_running(self, request_id: int) -> bool:
         """Whether the request has a completion that has not ended."""
@@ -311,6 +330,9 @@ class Engine:
     def _take(self, messages: Iterable[Result | Report]) -> list[OutputDelta]:
         deltas: list[OutputDelta] = []
         for message in messages:
+            if message.epoch != self.scheduler.epoch:
+                # On its way when its pipeline ended.
+                continue
             if isinstance(message, Report):
                 self._take_report(message)
             else:
@@ -334,7 +356,7 @@ class Engine:
                 self._costs = tuple(fit.cost for fit in self._fits)
                 self.scheduler.cost = dearest(self._costs, work)
                 if self.tuner is not None:
-                    self.tuner.see(report.step, work)
+                    self.tuner.see(work)
                     self._tune(self.tuner, report.step)
 
     def _tune(self, tuner: MicrobatchTuner, step: int) -> None:

@@ -70,17 +70,18 @@ class MicrobatchTuner:
     most: int
     _wanted: list[int] = field(default_factory=list, init=False)
     _trying: int = field(default=0, init=False)
-    # The newest step with so many rows, each of which passed the output projection: of decode.
+    # Of the steps measured, the newest with so many rows, each of which passed the output
+    # projection: of decode.
     _seen: dict[int, int] = field(default_factory=dict, init=False)
-    _newest: int = field(default=0, init=False)
+    _measured: int = field(default=0, init=False)
     # Whether there was such a step since the last trial: without one another would tell nothing.
     _may_try: bool = field(default=False, init=False)
 
-    def see(self, step: int, work: StepWork) -> None:
+    def see(self, work: StepWork) -> None:
         """A step was measured."""
-        self._newest = step
+        self._measured += 1
         if work.tokens and work.tokens == work.sampled:
-            self._seen[work.tokens] = step
+            self._seen[work.tokens] = self._measured
             self._may_try = True
 
     def next_count(
@@ -117,7 +118,7 @@ class MicrobatchTuner:
     @property
     def _ignorant(self) -> bool:
         """Whether what decode steps of other sizes cost is a guess."""
-        old = self._newest - _REMEMBERED_STEPS
+        old = self._measured - _REMEMBERED_STEPS
         for rows in [rows for rows, step in self._seen.items() if step < old]:
             del self._seen[rows]
         return bool(self._seen) and max(self._seen) < _TELLING * min(self._seen)

@@ -20,7 +20,7 @@ from headrace.protocol.plan import (
 # for a single position's, which may be more (the whole vocabulary's): each takes some 100 bytes on
 # the last stage, twice that in the engine.
 MOST_REPORTED = 2**17
-# What a step may bring of rules (SharedRules.unsent), but for a single request's, which may be
+# What a step may bring of rules (SharedRules.size), but for a single request's, which may be
 # more: the last stage takes some 10 ms to make so many ready.
 MOST_RULES = 2**15
 
@@ -125,10 +125,9 @@ class PlanDraft:
         own, reported = sequence.own_report_size, self._decode_reported
         return not own or not reported or reported + own <= MOST_REPORTED
 
-    def takes_rules(self, sequence: Sequence) -> bool:
-        """Make room for the rules that the sequence's admission brings the last stage; False if
+    def takes_rules(self, unsent: int) -> bool:
+        """Make room for rules, of this size, that an admission brings the last stage; False if
         there is none."""
-        unsent = 0 if sequence.rules is None else sequence.rules.unsent
         if unsent and self._rules_sent and self._rules_sent + unsent > MOST_RULES:
             return False
         self._rules_sent += unsent

@@ -6,24 +6,20 @@ is computed tells what is cached; so sequences find only what others with the sa
 """
 
 from headrace.engine.block_pool import BlockPool, block_key, root_key
+from headrace.engine.counters import Counters
 from headrace.engine.request import Sequence, tokens_between
 
 
 class PrefixCache:
-    """Puts sequences' full blocks into the pool's cache and finds them there; or does nothing.
+    """Puts sequences' full blocks into the pool's cache and finds them there; or does nothing."""
 
-    queries, hits: tokens of all sequences that looked here at their first admission, and how many
-    of those were found; as vLLM counts them.
-    """
-
-    def __init__(self, pool: BlockPool, block_size: int, enabled: bool) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, enabled: bool, counters: Counters) -> None:
         self._pool = pool
         self._block_size = block_size
         self._enabled = enabled
         # Full blocks of the step being planned: shared with later steps only.
         self._fresh: dict[bytes, int] = {}
-        self.queries = 0
-        self.hits = 0
+        self._counters = counters
 
     def find(self, sequence: Sequence) -> list[int]:
         """Cached blocks that the sequence may begin with; at least its last token is computed."""
@@ -44,8 +40,8 @@ class PrefixCache:
     def first_admitted(self, sequence: Sequence, found: int) -> None:
         """A sequence is admitted for the first time, with its first `found` tokens cached."""
         if self._enabled and not sequence.wants_prompt_logprobs:
-            self.queries += sequence.length
-            self.hits += found
+            self._counters.prefix_cache_queries += sequence.length
+            self._counters.prefix_cache_hits += found
 
     def chunk_planned(self, sequence: Sequence) -> None:
         """A chunk of known tokens is part of the step being planned."""

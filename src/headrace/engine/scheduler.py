@@ -8,6 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.engine.block_pool import BlockPool
+from headrace.engine.counters import Counters
 from headrace.engine.limits import SchedulerConfig
 from headrace.engine.microbatches import Microbatches
 from headrace.engine.plan_draft import PlanDraft, StepInFlight
@@ -66,24 +67,32 @@ class Scheduler:
         # What steps cost the slowest stage: the engine keeps it up to date from reports.
         self.cost: StepCost = PRIOR
         self.newest_work = NO_WORK
+        self.counters = Counters()
         self._clock = clock
-        self._pool = BlockPool(config.num_blocks)
         self._policy = prefill_policy(config.prefill_policy)
         self._order = ShortestFirst() if order is None else order
+        self._window = config.window
+        self._arrivals = 0
+        self._begin(config.epoch, config.num_microbatches)
+
+    def _begin(self, epoch: int, num_microbatches: int) -> None:
+        """Everything that is void when an epoch is over, made anew."""
+        config = self.config
+        self.epoch = epoch
+        self._pool = BlockPool(config.num_blocks)
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._cache = PrefixCache(self._pool, config.block_size, config.prefix_caching)
+        self._cache = PrefixCache(
+            self._pool, config.block_size, config.prefix_caching, self.counters
+        )
         self._rules = RulesOnStage()
         self._waiting = WaitingQueue()
         # Ordered by rank.
         self._prefilling: list[Sequence] = []
-        self._groups = Microbatches(config.num_microbatches)
-        self._window = config.window
+        self._groups = Microbatches(num_microbatches)
         # Those whose slot and blocks the next plan gives back.
         self._releasing: list[Sequence] = []
         self._in_flight: deque[StepInFlight] = deque()
         self._next_step = 0
-        self._arrivals = 0
-        self.preemptions = 0
 
     @property
     def steps_in_flight(self) -> int:
@@ -97,7 +106,7 @@ class Scheduler:
 
     @property
     def newest_step(self) -> int:
-        """The newest step planned; -1 before the first."""
+        """The newest step planned in this epoch; -1 before the first."""
         return self._next_step - 1
 
     @property
@@ -114,16 +123,6 @@ class Scheduler:
     def slots_used(self) -> int:
         """Slots of running sequences, and of those whose release no plan has carried yet."""
         return self.config.max_num_seqs - len(self._free_slots)
-
-    @property
-    def prefix_cache_queries(self) -> int:
-        """Tokens looked for in the prefix cache so far."""
-        return self._cache.queries
-
-    @property
-    def prefix_cache_hits(self) -> int:
-        """Tokens found there so far."""
-        return self._cache.hits
 
     @property
     def num_waiting(self) -> int:
@@ -168,6 +167,21 @@ class Scheduler:
         self._arrivals += 1
         self._wait(sequence)
 
+    def new_epoch(self, epoch: int) -> None:
+        """Everything in flight, and all that stages held, is lost: begin anew, at step 0.
+
+        Accepted tokens are all that is left. Whoever had not ended waits, in its old place in line,
+        to be computed again from them.
+        """
+        waiting = self._waiting.first_by_rank(len(self._waiting))
+        unfinished = [*self._prefilling, *self._groups.all(), *waiting]
+        for sequence in [*unfinished, *self._releasing]:
+            sequence.slot, sequence.blocks, sequence.microbatch = None, [], None
+            sequence.in_flight = 0
+        self._begin(epoch, self._groups.count)
+        for sequence in unfinished:
+            self._wait(sequence)
+
     def finish(
         self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None
     ) -> None:
@@ -192,9 +206,10 @@ class Scheduler:
             return None
         self._groups.planned(draft.group, draft.decode_rows)
         self._cache.step_planned()
-        plan = draft.plan(self.config.epoch, self._release(), self._rules.drop_unused())
+        plan = draft.plan(self.epoch, self._release(), self._rules.drop_unused())
         self._in_flight.append(draft.in_flight())
         self._next_step += 1
+        self.counters.steps += 1
         self.newest_work = draft.work
         return plan
 
@@ -333,7 +348,8 @@ class Scheduler:
                 continue
             start = len(cached) * self.config.block_size
             to_report = draft.room_to_report(sequence)
-            if not to_report or not draft.takes_rules(sequence):
+            unsent = self._rules.unsent(sequence.rules)
+            if not to_report or not draft.takes_rules(unsent):
                 # The next step has room again; others need none.
                 continue
             wanted = min(sequence.length - start, to_report)
@@ -499,7 +515,7 @@ class Scheduler:
         if newest is not sequence:
             self._stop_running(newest)
             self._wait(newest)
-            self.preemptions += 1
+            self.counters.preemptions += 1
 
     def _has_room_for(self, sequence: Sequence, cached: list[int]) -> bool:
         """Whether its whole prefill fits, with what others still need for theirs and a block for

@@ -8,7 +8,8 @@ from headrace.protocol.messages import Report
 
 
 class StageUsage(msgspec.Struct, frozen=True, gc=False):
-    """Totals of one stage over some steps, in seconds of that stage's clock."""
+    """Totals of one stage over some steps, in seconds of that stage's clock. newest_step: of this
+    epoch, the last that it reported on."""
 
     began: float = math.inf
     ended: float = -math.inf

@@ -61,7 +61,8 @@ class VirtualStages:
     process is kept from going on, asked before everything that it does. link_timeout: seconds
     after which a wait for a transfer fails.
 
-    events: what happened last, (moment, who, what), the newest last.
+    killed: whether the stages are gone. events: what happened last, (moment, who, what), the newest
+    last.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class VirtualStages:
         self._clock = clock
         self._epoch = epoch
         self._inbox: list[bytes] = []
+        self.killed = False
         self._heard_at = [0.0] * len(executors)
         self._ranks = ranks = Ranks(len(executors) // num_shards, num_shards)
         self._stages = [
@@ -119,8 +121,11 @@ class VirtualStages:
     def receive(self, timeout_s: float) -> list[Result | Report]:
         """Messages of this epoch that arrived, after up to timeout_s of virtual time for the first.
 
-        PipelineError if a transfer of a stage failed. A fault in a stage is raised as it is.
+        PipelineError if a transfer of a stage failed, or if nothing is left of stages that were
+        killed. A fault in a stage is raised as it is.
         """
+        if self.killed and not self._inbox:
+            raise PipelineError("the stages were killed")
         until = self._clock.now + timeout_s
         while not self._inbox and self._clock.run_next(until):
             pass
@@ -149,6 +154,12 @@ class VirtualStages:
             if not self._clock.run_next():
                 waiting = [n for n, stage in enumerate(self._stages) if not stage.done]
                 raise PipelineError(f"stages {waiting} were told to stop and do not")
+
+    def kill(self) -> None:
+        """All stages are gone at once; what they sent to the engine before still arrives."""
+        self.killed = True
+        for stage in self._stages:
+            stage.killed = True
 
     def _hear(self, stage: int, data: bytes) -> None:
         self._heard_at[stage] = self._clock.now
@@ -193,7 +204,7 @@ class _Stage:
         events: deque[tuple[float, str, object]],
     ) -> None:
         self.timeline = StageTimeline(role.epoch, role.rank, memory=lambda: 0)
-        self.done = False
+        self.done = self.killed = False
         self._role = role
         self._clock = clock
         self._links = network.links(role.rank)
@@ -216,6 +227,8 @@ class _Stage:
 
     def take(self, data: bytes) -> None:
         """A message from the engine arrived."""
+        if self.killed:
+            return
         self._inbox.append(data)
         if self._waits_for_plans:
             self._waits_for_plans = False
@@ -240,7 +253,8 @@ class _Stage:
             value = self._carry_out(effect)
 
     def _after_hold_up(self, effect: Effect) -> None:
-        self._go_on(self._carry_out(effect))
+        if not self.killed:
+            self._go_on(self._carry_out(effect))
 
     def _carry_out(self, effect: Effect) -> Any:
         """The effect's value, or _LATER."""
@@ -265,9 +279,7 @@ class _Stage:
                 self.timeline.begin(wait_kind(channel, self._role.rank), step, now)
                 transfer = self._transfers.pop((channel, step), None)
                 if transfer is not None and not transfer.over:
-                    transfer.watch(
-                        self._link_timeout, lambda: self._go_on(self._complete(channel, step))
-                    )
+                    transfer.watch(self._link_timeout, partial(self._transferred, channel, step))
                     return _LATER
                 # Without one the ledger raises its error.
                 return self._complete(channel, step)
@@ -338,9 +350,14 @@ class _Stage:
             self.timeline.arrived(step, at)
         return buffer
 
+    def _transferred(self, channel: Channel, step: int) -> None:
+        if not self.killed:
+            self._go_on(self._complete(channel, step))
+
     def _computed(self, value: Any) -> None:
-        self.timeline.end(self._clock.now)
-        self._go_on(value)
+        if not self.killed:
+            self.timeline.end(self._clock.now)
+            self._go_on(value)
 
     def _failed(self, error: LinkError) -> PipelineError:
         return PipelineError(f"{self._name}: {error}")
