@@ -16,7 +16,7 @@ from headrace.kernels import PATH_VARIABLE, REFERENCE, path
 from headrace.protocol.model_config import ModelConfig, RopeConfig
 from tiny_checkpoints import write_tiny_gguf
 
-needs_native = pytest.mark.skipif(path.native is None, reason="there are no native kernels")
+needs_native = pytest.mark.skipif(not path.has_native(), reason="there are no native kernels")
 
 PRODUCTS = ["qkv", "attention_out", "gate_up", "down", "head"]
 BY_ROWS = [

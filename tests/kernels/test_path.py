@@ -55,9 +55,9 @@ from headrace.kernels.linear import Linear
 for name in sys.argv[1:]:
     if not os.fork():
         os.environ[PATH_VARIABLE] = name
-        note, code = path.choose_path(), path.native and path.native.path_name()
+        note, code = path.choose_path(), path.has_native() and path.native.path_name()
         if name == REFERENCE:
-            path.native = None
+            del path.native
         x, weight = torch.randn(3, 20), torch.randn(7, 20)
         y = Linear(weight, None, torch.float32)(x, torch.empty(3, 7))
         print(path.path_name(), code, note, torch.allclose(y, x @ weight.T, atol=1e-5), flush=True)
@@ -76,7 +76,7 @@ def test_a_process_takes_the_path_that_the_environment_names() -> None:
         assert name in (REFERENCE, code)
 
 
-@pytest.mark.skipif(path.native is None, reason="native kernels are not built")
+@pytest.mark.skipif(not path.has_native(), reason="native kernels are not built")
 def test_without_the_extension_tokens_are_the_same_in_float32_and_it_is_said_once(
     model: Path, without_extension: dict[str, str]
 ) -> None:
@@ -101,8 +101,12 @@ def test_an_unknown_path_is_one_line_that_names_what_there_is(model: Path) -> No
 def test_without_the_extension_the_reference_may_be_named_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(path, "native", None)
+    monkeypatch.setitem(sys.modules, "headrace.kernels._native", None)
+    monkeypatch.setattr(path, "native", path._load())
     monkeypatch.setattr(path, "_path", REFERENCE)
+    assert not path.has_native()
+    with pytest.raises(StartError, match="native kernels are missing"):
+        path.native.path_names()
     monkeypatch.delenv(PATH_VARIABLE, raising=False)
     assert MISSING in (path.choose_path() or "")
     monkeypatch.setenv(PATH_VARIABLE, REFERENCE)
@@ -119,7 +123,7 @@ def test_a_path_that_is_not_here_leaves_the_one_that_was_taken() -> None:
     assert path.path_name() == before
 
 
-@pytest.mark.skipif(path.native is None, reason="native kernels are not built")
+@pytest.mark.skipif(not path.has_native(), reason="native kernels are not built")
 def test_the_best_path_of_the_machine_is_taken_unless_another_is_named() -> None:
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     flags = set(next((x for x in info.splitlines() if x.startswith("flags")), "").split())

@@ -218,7 +218,6 @@ def _product_cases(
 
 
 def _native_product(x: torch.Tensor, out: torch.Tensor) -> Callable[[torch.Tensor], object]:
-    assert path.native is not None
     multiply = path.native.linear
     sizes = len(x), out.shape[1], x.shape[1], x.dtype == torch.bfloat16
     return lambda packed: multiply(x.data_ptr(), packed.data_ptr(), 0, out.data_ptr(), *sizes)

@@ -61,7 +61,7 @@ def timed_kernels(model: Interpreter) -> Iterator[KernelClock]:
     caches."""
     clock = KernelClock(parts_of(model))
     sampling: list[tuple[Any, str]] = [(sampler, "choose_by_torch")]
-    if path.native is not None:
+    if path.has_native():
         sampling.append((path.native, "choose"))
     own = [(owner, name, getattr(owner, name)) for owner, name in sampling]
     try:

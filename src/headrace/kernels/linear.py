@@ -54,7 +54,6 @@ class Linear:
         Fills and returns out, or returns a new tensor where a library brings its own.
         """
         if self.native:
-            assert path.native is not None
             packed, bias, outs, ins = self.addresses()
             path.native.linear(
                 x.data_ptr(),
@@ -97,7 +96,6 @@ def computes_natively(dtype: torch.dtype) -> bool:
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """A weight [out, in] of float32 or bfloat16 laid out for the native product, flat."""
-    assert path.native is not None
     weight = weight.contiguous()
     sizes = (*weight.shape, weight.dtype == torch.bfloat16)
     packed = torch.empty(path.native.packed_size(*sizes), dtype=weight.dtype)

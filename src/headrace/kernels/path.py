@@ -3,6 +3,7 @@
 import importlib
 import os
 from types import ModuleType
+from typing import NoReturn
 
 # Imported first: the extension uses the OpenMP runtime that torch brings, and cannot be loaded
 # without one.
@@ -14,24 +15,42 @@ from headrace.kernels import PATH_VARIABLE, REFERENCE
 _MODULE = "headrace.kernels._native"
 
 
-def _load() -> tuple[ModuleType | None, str]:
-    """The extension, or None and why it is not there."""
+class _Missing(ModuleType):
+    """In place of the extension: whatever is asked of it, it says why there is none."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(_MODULE)
+        self.reason = reason
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise StartError(f"native kernels {self.reason}")
+
+
+def _load() -> ModuleType:
     try:
-        return importlib.import_module(_MODULE), ""
+        return importlib.import_module(_MODULE)
     except ModuleNotFoundError:
-        return None, "are missing: install a C++17 compiler, then headrace again"
+        return _Missing("are missing: install a C++17 compiler, then headrace again")
     except ImportError as error:
-        return None, f"cannot be loaded ({error}): install headrace again"
+        return _Missing(f"cannot be loaded ({error}): install headrace again")
 
 
-native, _reason = _load()
-_path = REFERENCE if native is None else str(native.path_name())
+# The extension: to be asked only where runs_native() says so, or has_native().
+native = _load()
+
+
+def has_native() -> bool:
+    """Whether there is a native extension, taken or not."""
+    return not isinstance(native, _Missing)
+
+
+_path = str(native.path_name()) if has_native() else REFERENCE
 _chosen = False
 
 
 def paths() -> list[str]:
     """What there is to choose from here, best last; the first is the torch reference."""
-    return [REFERENCE, *([] if native is None else native.path_names())]
+    return [REFERENCE, *(native.path_names() if has_native() else ())]
 
 
 def use_path(name: str) -> None:
@@ -44,7 +63,7 @@ def use_path(name: str) -> None:
         raise StartError(
             f"{PATH_VARIABLE}={name}: this machine and installation have {', '.join(paths())}"
         )
-    if native is not None and name != REFERENCE:
+    if name != REFERENCE:
         native.use_path(name)
     _path, _chosen = name, True
 
@@ -58,8 +77,10 @@ def choose_path() -> str | None:
     wanted = os.environ.get(PATH_VARIABLE)
     if wanted:
         use_path(wanted)
-    elif native is None:
-        return f"torch takes the place of native kernels, several times slower; they {_reason}"
+    elif isinstance(native, _Missing):
+        return (
+            f"torch takes the place of native kernels, several times slower; they {native.reason}"
+        )
     elif not native.threaded and torch.get_num_threads() > 1:
         return (
             "native kernels use one thread of each stage, since they were not compiled by GCC: "

@@ -26,7 +26,6 @@ def choose(logits: torch.Tensor, choices: np.ndarray) -> torch.Tensor:
     logits: [R, vocab] of float32 or bfloat16 on a CPU that runs native kernels, left as they are.
     Each token follows from its own row and choice alone, whatever else is chosen at once.
     """
-    assert path.native is not None
     assert path.runs_native(logits.device, logits.dtype)
     assert choices.dtype == CHOICE
     assert choices.flags.c_contiguous
