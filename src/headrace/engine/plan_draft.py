@@ -158,7 +158,6 @@ class PlanDraft:
 
     def _note(self, sequence: Sequence, samples: bool) -> None:
         if samples:
-            sequence.planned_outputs += 1
             sequence.newest_sample = TokenRef(self.step, len(self.rows) - 1)
         sequence.in_flight += 1
         self._sequences.append(sequence)

@@ -24,8 +24,8 @@ class Sequence:
 
     While it has a slot: known: prompt and outputs at its admission, all of which are prefilled.
     planned_positions: positions that are cached or whose forward pass is in some plan.
-    planned_outputs: tokens accepted, or that plans asked to be sampled; newest_sample refers to the
-    newest of those. in_flight: rows whose result has not arrived.
+    newest_sample: the newest token that a plan asked to be sampled. in_flight: rows whose result
+    has not arrived.
 
     salt: what the prefix cache tells its tokens apart by from the same of others. prompt_keys,
     keys: prefix-cache keys of its full blocks of known tokens, as far as worked out: those of
@@ -52,7 +52,6 @@ class Sequence:
     known: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     planned_positions: int = 0
-    planned_outputs: int = 0
     newest_sample: TokenRef | None = None
     microbatch: int | None = None
     in_flight: int = 0

@@ -295,7 +295,7 @@ class Scheduler:
             else:
                 assert sequence.newest_sample is not None
                 token, start = sequence.newest_sample, None
-                if token.step > newest or sequence.planned_outputs >= sequence.max_outputs:
+                if token.step > newest or index + 1 >= sequence.max_outputs:
                     continue
             if sequence.own_report_size and not draft.room_to_decode(sequence):
                 postponed.append(sequence)
@@ -456,7 +456,6 @@ class Scheduler:
         sequence.blocks = list(cached)
         sequence.published = len(cached)
         sequence.planned_positions = computed
-        sequence.planned_outputs = len(sequence.outputs)
         sequence.newest_sample = None
         if sequence.admitted_at is None:
             sequence.admitted_at = self._clock()
