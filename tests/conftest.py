@@ -12,17 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gguf
 import hypothesis
 import pytest
 import torch
 
-from headrace.checkpoint.config import config_from_gguf
+from headrace.bench.model_shape import shape_of
 from headrace.checkpoint.gguf_file import read_gguf
-from headrace.checkpoint.llama_tensors import gguf_name
 from headrace.checkpoint.locate import locate_model
+from headrace.checkpoint.tensor_check import tensors_of
 from headrace.checkpoint.tokenizer import tokenizer_of_gguf
 from headrace.model.weights import open_tensors
-from headrace.protocol.program import StoredTensor
+from stage_models import read_model, whole
 
 # Commands that tests start inherit what nohup, if it started the tests, ignores.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -61,27 +62,27 @@ def hugging_face_smollm2() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     files = locate_model("smollm2")
-    ours = config_from_gguf(read_gguf(files.path))
+    ours = read_model(files)
+    sizes, shape = ours.sizes, shape_of(whole(ours))
     config = LlamaConfig(
-        vocab_size=ours.vocab_size,
-        hidden_size=ours.hidden_size,
-        intermediate_size=ours.intermediate_size,
-        num_hidden_layers=ours.num_layers,
-        num_attention_heads=ours.num_heads,
-        num_key_value_heads=ours.num_kv_heads,
-        rms_norm_eps=ours.rms_norm_epsilon,
-        max_position_embeddings=ours.max_positions,
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=sizes.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        rms_norm_eps=shape.rms_norm_epsilon,
+        max_position_embeddings=sizes.max_positions,
         tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": ours.rope.theta},
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope.theta},
     )
     model = LlamaForCausalLM(config).float().eval()
     source = open_tensors(files)
-    paired = {"q_proj": ours.num_heads, "k_proj": ours.num_kv_heads}
+    stored = {tensor.name: tensor for tensor in tensors_of(whole(ours))}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, sizes.num_layers)
     state = {
-        name: source.load(
-            StoredTensor(gguf_name(name), tuple(tensor.shape), paired.get(name.split(".")[-2], 0))
-        )
-        for name, tensor in model.state_dict().items()
+        name: source.load(stored[str(names.get_name(name, (".weight",)))])
+        for name in model.state_dict()
         if name != "lm_head.weight"
     }
     model.load_state_dict(state, strict=False)

@@ -23,7 +23,7 @@ def write_tiny_llama(
     max_shard_size: str = "5GB",
     **options: Any,
 ) -> Path:
-    """A Llama or Mistral model directory with a byte-level tokenizer."""
+    """A Llama model's directory, or another architecture's, with a byte-level tokenizer."""
     import transformers
 
     sizes: dict[str, Any] = {
@@ -38,7 +38,9 @@ def write_tiny_llama(
         "bos_token_id": None,
         "eos_token_id": 299,
     }
-    config = getattr(transformers, f"{architecture}Config")(**{**sizes, **options})
+    # Gemma 3's language models are of a class named otherwise.
+    kind = {"Gemma3": "Gemma3Text"}.get(architecture, architecture)
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **options})
     torch.manual_seed(0)
     model = getattr(transformers, f"{architecture}ForCausalLM")(config)
     # Norms and biases start as ones and zeros, which would hide them from a comparison.

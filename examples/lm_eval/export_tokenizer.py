@@ -8,16 +8,16 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from headrace.checkpoint.config import config_from_gguf
 from headrace.checkpoint.gguf_file import read_gguf
 from headrace.checkpoint.locate import locate_model
 from headrace.checkpoint.tokenizer import tokenizer_of_gguf
+from headrace.model.read import model_from_gguf
 
 
 def main(model: str, folder: Path) -> None:
     file = read_gguf(locate_model(model).path)
     core = tokenizer_of_gguf(file).core
-    end = core.id_to_token(config_from_gguf(file).eos_token_ids[0])
+    end = core.id_to_token(model_from_gguf(file).sizes.eos_token_ids[0])
     PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end).save_pretrained(folder)
 
 

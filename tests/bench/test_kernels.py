@@ -9,11 +9,12 @@ import typer
 from headrace.bench import kernel_cases, kernels
 from headrace.bench.kernel_cases import CHUNK, CONTEXT, Case
 from headrace.bench.kernels import measure_case
+from headrace.bench.model_shape import shape_of
 from headrace.cli import bench_kernels
 from headrace.cli.bench import app
 from headrace.errors import ModelError, StartError, UsageError
 from headrace.kernels import PATH_VARIABLE, REFERENCE, path
-from headrace.protocol.model_config import ModelConfig, RopeConfig
+from stage_models import small_mistral
 from tiny_checkpoints import write_tiny_gguf
 
 needs_native = pytest.mark.skipif(not path.has_native(), reason="there are no native kernels")
@@ -25,12 +26,7 @@ BY_ROWS = [
     "choose top_k_top_p",
 ]  # fmt: skip
 # 2 heads of 16 numbers, one of them a key-value head.
-SMALL = ModelConfig(
-    architecture="llama", vocab_size=100, hidden_size=24, intermediate_size=40, num_layers=3,
-    num_heads=2, num_kv_heads=1, head_dim=16, rms_norm_epsilon=1e-5, max_positions=64,
-    tied_head=True, attention_bias=False, mlp_bias=False, sliding_window=None,
-    rope=RopeConfig(theta=1e4), dtype="float32", eos_token_ids=(),
-)  # fmt: skip
+SMALL = shape_of(small_mistral(hidden_size=24, intermediate_size=40, head_dim=16))
 
 
 def run(*arguments: str) -> None:

@@ -10,8 +10,6 @@ import typer
 from headrace.bench.alone import answer_alone
 from headrace.bench.kernel_clock import KernelClock, timed_kernels
 from headrace.bench.overhead import decode_steps, full_steps
-from headrace.checkpoint.config import config_from_gguf
-from headrace.checkpoint.gguf_file import read_gguf
 from headrace.checkpoint.locate import locate_model
 from headrace.cli import bench_overhead
 from headrace.cli.bench import app
@@ -29,7 +27,7 @@ from headrace.protocol.plan import (
     Yield,
 )
 from headrace.sampling import sampler
-from stage_models import load_stage
+from stage_models import load_stage, read_model
 from tiny_checkpoints import write_tiny_gguf
 
 # Of a Llama model, in the order of a step.
@@ -97,8 +95,8 @@ def test_the_clock_adds_up_what_kernels_take_by_part() -> None:
 
 def run_step(file: Path) -> tuple[dict[str, float], int, float]:
     """A step of three tokens, with the clock on: seconds by part, calls, seconds of all."""
-    config = config_from_gguf(read_gguf(file))
-    model = load_stage(locate_model(str(file)), config, max_model_len=16)
+    files = locate_model(str(file))
+    model = load_stage(files, read_model(files), max_model_len=16)
     with torch.inference_mode():
         executor = ModelExecutor(model, 1, 1, 16, 1, torch.device("cpu"))
         admission = Admission(0, [1, 2, 3], [], 0, Sampling(seed=0))

@@ -4,26 +4,18 @@ from pathlib import Path
 
 import pytest
 import typer
-from msgspec.structs import replace
 
 from headrace.bench import roofline
 from headrace.bench.batch_run import Batch
 from headrace.bench.roofline import Rate, Rates, decode_work, limit, prefill_work
-from headrace.checkpoint.config import config_from_gguf
-from headrace.checkpoint.gguf_file import read_gguf
 from headrace.checkpoint.locate import locate_model
 from headrace.cli.bench import app
 from headrace.errors import ModelError, UsageError
-from headrace.protocol.model_config import ModelConfig, RopeConfig
+from stage_models import read_model, small_mistral, whole
 from tiny_checkpoints import write_tiny_gguf
 
 # 3 layers of 2 heads of 4 numbers, one of them a key-value head.
-SMALL = ModelConfig(
-    architecture="llama", vocab_size=100, hidden_size=8, intermediate_size=16, num_layers=3,
-    num_heads=2, num_kv_heads=1, head_dim=4, rms_norm_epsilon=1e-5, max_positions=64,
-    tied_head=True, attention_bias=False, mlp_bias=False, sliding_window=None,
-    rope=RopeConfig(theta=1e4), dtype="float32", eos_token_ids=(),
-)  # fmt: skip
+SMALL = small_mistral()
 LAYER = 8 * (8 + 2 * 4) + 8 * 8 + 3 * 8 * 16
 WEIGHTS = 3 * LAYER + 100 * 8
 
@@ -44,7 +36,7 @@ def test_work_by_hand() -> None:
 
 
 def test_nothing_beyond_a_sliding_window_is_read() -> None:
-    config = replace(SMALL, sliding_window=2)
+    config = small_mistral(sliding_window=2)
     batch = Batch(2, 3, 3, seed=0)
     full = decode_work(SMALL, "bfloat16", batch).bytes_read - 2 * WEIGHTS
     short = decode_work(config, "bfloat16", batch).bytes_read - 2 * WEIGHTS
@@ -53,7 +45,7 @@ def test_nothing_beyond_a_sliding_window_is_read() -> None:
 
 def test_smollm2s_decode_step_reads_what_was_counted_by_hand() -> None:
     """269 MB of weights, and for 32 requests of 288 positions on average 212 MB of cache."""
-    config = config_from_gguf(read_gguf(locate_model("smollm2").path))
+    config = whole(read_model(locate_model("smollm2")))
     step = decode_work(config, "bfloat16", Batch(32, 256, 64, seed=0))
     assert step.bytes_read == pytest.approx(269e6 + 212e6, rel=1e-3)
 

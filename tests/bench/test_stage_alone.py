@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from headrace.bench.stage_alone import load_executor, replay, seconds_alone
-from headrace.checkpoint.config import config_from_gguf
 from headrace.checkpoint.gguf_file import read_gguf
 from headrace.deployment.partition import stage_shares
 from headrace.engine.limits import SchedulerConfig
@@ -16,7 +15,7 @@ from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Scheduler
 from headrace.errors import PipelineError
 from headrace.host.cpus import StageCpus
-from headrace.model.architectures.llama import llama_program
+from headrace.model.read import model_from_gguf
 from headrace.protocol.messages import Result, StageConfig
 from headrace.protocol.plan import Plan, Sampling, Yield, token_count
 from headrace.protocol.ranks import Ranks
@@ -71,7 +70,7 @@ def stage_config(checkpoint: Path, stage: int) -> StageConfig:
         share=share,
         model_path=str(checkpoint),
         model_kind="gguf",
-        program=llama_program(config_from_gguf(read_gguf(checkpoint)), share, gguf=True),
+        program=model_from_gguf(read_gguf(checkpoint)).program(share),
         synthetic=None,
         dtype="float32",
         max_model_len=POSITIONS,

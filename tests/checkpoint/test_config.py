@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from headrace.checkpoint.config import config_from_huggingface, huggingface_config
 from headrace.checkpoint.locate import locate_model
 from headrace.errors import ModelError
-from headrace.protocol.model_config import ModelConfig
+from headrace.model.architectures import ARCHITECTURES
+from headrace.model.decoder import Decoder
+from headrace.model.read import describe_huggingface, model_from_huggingface
+from headrace.protocol.model_config import StageShare
+from headrace.protocol.program import Program
 from tiny_checkpoints import write_tiny_gguf, write_tiny_llama
 
 LLAMA: dict[str, Any] = {
@@ -97,13 +100,17 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 }  # fmt: skip
 
 
-def read(raw: dict[str, Any]) -> ModelConfig:
-    return huggingface_config(Path("model"), raw, raw["model_type"], {})
+def read(raw: dict[str, Any]) -> tuple[Decoder, Program, str, tuple[int, ...]]:
+    """Sizes, program, dtype, and end-of-text tokens."""
+    architecture = next(a for a in ARCHITECTURES if a.model_type == raw["model_type"])
+    said = describe_huggingface(Path("model"), raw, architecture, {})
+    program = said.design.program(StageShare(0, said.design.decoder.num_layers, True, True))
+    return said.design.decoder, program, said.dtype, said.eos_token_ids
 
 
 @pytest.mark.parametrize(("raw", "context"), PUBLISHED.values(), ids=PUBLISHED.keys())
 def test_configurations_as_published_are_taken(raw: dict[str, Any], context: int) -> None:
-    config = read(raw)
+    config, *_ = read(raw)
     assert config.max_positions == context
     assert config.hidden_size == raw["hidden_size"]
     assert config.head_dim == raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
@@ -284,7 +291,7 @@ def test_a_directory_that_cannot_be_right_is_named_in_one_line(
     folder = write_tiny_llama(tmp_path / "model")
     change(folder)
     with pytest.raises(ModelError) as caught:
-        config_from_huggingface(locate_model(str(folder)).path)
+        model_from_huggingface(locate_model(str(folder)).path)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -293,11 +300,11 @@ def test_a_cache_of_links_to_blobs_is_read(tmp_path: Path) -> None:
     snapshot = write_tiny_llama(tmp_path / "snapshots" / "main")
     blobs = tmp_path / "blobs"
     blobs.mkdir()
-    expected = config_from_huggingface(snapshot)
+    expected = model_from_huggingface(snapshot).sizes
     for number, file in enumerate(sorted(snapshot.iterdir())):
         file.rename(blobs / str(number))
         file.symlink_to(Path("../../blobs") / str(number))
-    assert config_from_huggingface(snapshot) == expected
+    assert model_from_huggingface(snapshot).sizes == expected
 
 
 def test_the_dtype_is_the_weights_where_the_configuration_names_none(tmp_path: Path) -> None:
@@ -305,7 +312,7 @@ def test_the_dtype_is_the_weights_where_the_configuration_names_none(tmp_path: P
 
     folder = write_tiny_llama(tmp_path / "model", dtype=torch.bfloat16)
     edit(folder, dtype=None)
-    assert config_from_huggingface(folder).dtype == "bfloat16"
+    assert model_from_huggingface(folder).sizes.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import gguf
 import pytest
 
 from headrace import LLM, AsyncLLM, SamplingParams
-from headrace.checkpoint.config import config_from_huggingface
 from headrace.checkpoint.generation_config import (
     sampling_defaults_of_directory,
     sampling_defaults_of_gguf,
@@ -18,6 +17,7 @@ from headrace.checkpoint.generation_config import (
 from headrace.checkpoint.gguf_file import read_gguf
 from headrace.checkpoint.gguf_tokenizer import end_ids
 from headrace.errors import ModelError
+from headrace.model.read import model_from_huggingface
 from headrace.serving.engine_request import sampling_params
 from headrace.serving.requests import ChatBody, CompletionBody
 from tiny_checkpoints import write_tiny_gguf, write_tiny_llama
@@ -71,7 +71,7 @@ def test_an_end_token_that_is_no_token_id_is_refused(tmp_path: Path) -> None:
     for wrong in ("</s>", [2, None], 1.5, True):
         directory(folder, eos_token_id=wrong)
         with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id must be"):
-            config_from_huggingface(folder)
+            model_from_huggingface(folder)
 
 
 def test_the_end_tokens_that_a_gguf_names_count(tmp_path: Path) -> None:

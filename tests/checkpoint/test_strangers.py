@@ -12,31 +12,28 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.checkpoint.config import config_from_gguf, config_from_huggingface
 from headrace.checkpoint.gguf_file import GgufFile, read_gguf
 from headrace.checkpoint.locate import locate_model
 from headrace.checkpoint.tokenizer import tokenizer_of_gguf
 from headrace.config import EngineConfig
 from headrace.deployment.start import launch
 from headrace.errors import ModelError, StartError, UsageError
-from stage_models import load_stage
+from headrace.model.read import model_from_gguf
+from stage_models import load_stage, read_model
 from tiny_checkpoints import write_tiny_gguf, write_tiny_llama
 
 # Beside some 100 KiB of file: what Python and numpy take for headers of that size, many times over.
 MOST_BYTES = 32 << 20
 
 
-def load_here(model: Path) -> None:
+def load_here(path: Path) -> None:
     """Load all of a model, though for a short context."""
-    files = locate_model(str(model))
+    files = locate_model(str(path))
     if files.kind == "gguf":
-        file = read_gguf(files.path)
-        config = config_from_gguf(file)
-        tokenizer_of_gguf(file)
-    else:
-        config = config_from_huggingface(files.path)
+        tokenizer_of_gguf(read_gguf(files.path))
+    model = read_model(files)
     with np.errstate(all="ignore"):
-        load_stage(files, config, max_model_len=min(config.max_positions, 128))
+        load_stage(files, model, max_model_len=min(model.sizes.max_positions, 128))
 
 
 def load(model: Path) -> bool:
@@ -178,7 +175,7 @@ def test_metadata_that_cannot_be_right_are_named(
     file = read_gguf(tiny_file)
     file.metadata[key] = value
     with pytest.raises(ModelError) as caught:
-        config_from_gguf(file)
+        model_from_gguf(file)
     assert reason in str(caught.value)
 
 
@@ -187,14 +184,14 @@ def test_a_later_part_of_a_split_file_is_called_one(tiny_file: Path) -> None:
     file.metadata.clear()
     file.metadata.update({"split.no": 1, "split.count": 3})
     with pytest.raises(ModelError, match=r"split.no 1, counted from 0"):
-        config_from_gguf(file)
+        model_from_gguf(file)
 
 
 def test_a_tensor_too_many_is_named(tiny_file: Path) -> None:
     file = read_gguf(tiny_file)
     file.tensors["blk.0.attn_q_norm.weight"] = file.tensors["blk.0.attn_norm.weight"]
-    with pytest.raises(ModelError, match=r"'blk.0.attn_q_norm.weight' is none of a Llama model's"):
-        config_from_gguf(file)
+    with pytest.raises(ModelError, match=r"'blk.0.attn_q_norm.weight' is none of a Llama"):
+        model_from_gguf(file)
 
 
 def sentencepiece(file: GgufFile, tokens: list[str]) -> GgufFile:
@@ -250,9 +247,9 @@ def test_a_context_beyond_memory_is_one_line_that_says_how_much_fits(tmp_path: P
 def test_linear_scaling_lengthens_the_context_and_yarn_does_not(tiny_file: Path) -> None:
     file = read_gguf(tiny_file)
     file.metadata["llama.rope.scaling.factor"] = 4.0
-    assert config_from_gguf(file).max_positions == 512
+    assert model_from_gguf(file).sizes.max_positions == 512
     file.metadata["llama.rope.scaling.type"] = "yarn"
-    assert config_from_gguf(file).max_positions == 128
+    assert model_from_gguf(file).sizes.max_positions == 128
 
 
 def test_old_and_foreign_gguf_files_are_told_apart(tiny_file: Path, tmp_path: Path) -> None:

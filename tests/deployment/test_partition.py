@@ -12,47 +12,47 @@ from headrace.deployment.partition import (
 )
 from headrace.errors import UsageError
 
-SMOLLM2 = LayerCosts(layer=3_538_944, embedding=576, head=28_311_552 // 3)
+SMOLLM2 = LayerCosts(layers=(3_538_944,) * 30, embedding=576, head=28_311_552 // 3)
 
 
 def test_the_head_of_smollm2_counts_as_two_to_three_layers() -> None:
-    assert balanced_layers(30, 2, SMOLLM2) == [16, 14]
+    assert balanced_layers(2, SMOLLM2) == [16, 14]
 
 
 @given(
-    layers=st.integers(1, 9),
+    layers=st.lists(st.integers(1, 50), min_size=1, max_size=9),
     stages=st.integers(1, 4),
-    layer=st.integers(1, 50),
     embedding=st.integers(0, 120),
     head=st.integers(0, 120),
 )
 @settings(deadline=None)
 def test_no_other_split_has_a_cheaper_dearest_stage(
-    layers: int, stages: int, layer: int, embedding: int, head: int
+    layers: list[int], stages: int, embedding: int, head: int
 ) -> None:
-    if stages > layers:
+    if stages > len(layers):
         return
 
     def dearest(shares: tuple[int, ...]) -> int:
-        costs = [layer * count for count in shares]
+        ends = list(itertools.accumulate(shares))
+        costs = [sum(layers[end - n : end]) for n, end in zip(shares, ends, strict=True)]
         costs[0] += embedding
         costs[-1] += head
         return max(costs)
 
-    found = balanced_layers(layers, stages, LayerCosts(layer, embedding, head))
-    assert sum(found) == layers
+    found = balanced_layers(stages, LayerCosts(tuple(layers), embedding, head))
+    assert sum(found) == len(layers)
     assert min(found) >= 1
     every = [
         shares
-        for shares in itertools.product(range(1, layers + 1), repeat=stages)
-        if sum(shares) == layers
+        for shares in itertools.product(range(1, len(layers) + 1), repeat=stages)
+        if sum(shares) == len(layers)
     ]
     assert dearest(tuple(found)) == min(map(dearest, every))
 
 
 def test_more_stages_than_layers_is_refused_with_both_numbers() -> None:
     with pytest.raises(UsageError, match=r"5 .* 4 layers"):
-        balanced_layers(4, 5, SMOLLM2)
+        balanced_layers(5, LayerCosts((1,) * 4, 1, 1))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from headrace.deployment.model import Model
 from headrace.deployment.resolve import Deployment, resolve
 from headrace.errors import StartError, UsageError
 from headrace.host.cpus import StageCpus
-from headrace.protocol.model_config import ModelConfig, RopeConfig
+from headrace.protocol.model_config import LayerSize, ModelSizes, StageShare
+from headrace.protocol.program import Program
 
 FOUR_CORES = Machine(
     allowed_cpus=frozenset(range(8)),
@@ -24,28 +25,29 @@ FOUR_CORES = Machine(
     computes_bfloat16=False,
     native_kernels=True,
 )
-SIZES = ModelConfig(
-    architecture="llama",
+SIZES = ModelSizes(
+    architecture="LlamaForCausalLM",
     vocab_size=49152,
     hidden_size=576,
-    intermediate_size=1536,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    rms_norm_epsilon=1e-5,
+    layers=(LayerSize(products=3_538_944, cache_elements=2 * 3 * 64),) * 30,
+    rotation_elements=64,
+    embedding_products=576,
+    head_products=49152 * 576,
     max_positions=8192,
-    tied_head=True,
-    attention_bias=False,
-    mlp_bias=False,
-    sliding_window=None,
-    rope=RopeConfig(theta=1e5),
     dtype="bfloat16",
     eos_token_ids=(2,),
 )
+
+
+def no_program(share: StageShare) -> Program:
+    """Nothing is run."""
+    raise AssertionError
+
+
 MODEL = Model(
     files=ModelFiles(Path("model.gguf"), "gguf"),
-    config=SIZES,
+    sizes=SIZES,
+    program=no_program,
     sampling_defaults={},
     synthetic=None,
     read_tokenizer=synthetic_tokenizer,
@@ -59,7 +61,7 @@ def decide(machine: Machine = FOUR_CORES, model: Model = MODEL, **settings: Any)
 def of_dtype(dtype: str) -> Model:
     from msgspec.structs import replace as changed
 
-    return replace(MODEL, config=changed(SIZES, dtype=dtype))
+    return replace(MODEL, sizes=changed(SIZES, dtype=dtype))
 
 
 @pytest.mark.parametrize(

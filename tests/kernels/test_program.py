@@ -6,39 +6,33 @@ import pytest
 import torch
 
 from headrace.kernels.kv_cache import KvCache
-from headrace.model.architectures.llama import llama_program
+from headrace.model.architectures.qwen2 import QWEN2
 from headrace.model.bind import Weights, bind
 from headrace.model.interpreter import Interpreter
-from headrace.protocol.model_config import ModelConfig, RopeConfig, StageShare
+from headrace.protocol.model_config import StageShare
 from headrace.protocol.program import Program, StoredTensor
 from kernels.paged import Sequences, sequences
+from stage_models import described_program
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS = 72, 4, 2, 16, 50, 3
 
 
 def llama(window: int | None) -> Program:
     """Layers that are neither first nor last of a model, one without the window."""
-    config = ModelConfig(
-        architecture="Llama",
-        vocab_size=1,
+    return described_program(
+        QWEN2,
+        StageShare(0, LAYERS, embeds=False, samples=False),
         hidden_size=HIDDEN,
         intermediate_size=INNER,
-        num_layers=LAYERS,
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
         head_dim=HEAD_DIM,
-        rms_norm_epsilon=1e-5,
-        max_positions=100,
-        tied_head=False,
-        attention_bias=True,
-        mlp_bias=False,
+        rope_theta=1.0,
+        use_sliding_window=window is not None,
         sliding_window=window,
-        rope=RopeConfig(theta=1.0),
-        dtype="float32",
-        eos_token_ids=(),
-        full_attention_layers=(1,),
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     )
-    return llama_program(config, StageShare(0, LAYERS, False, False), gguf=False)
 
 
 @dataclass(frozen=True)

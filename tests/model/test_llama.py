@@ -10,23 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.checkpoint.config import config_from_huggingface
+from greedy import run_stages
 from headrace.checkpoint.locate import locate_model
 from headrace.deployment.partition import stage_shares
-from headrace.engine.limits import SchedulerConfig
-from headrace.engine.prepared import stage_sampling
-from headrace.engine.request import Sequence
-from headrace.engine.scheduler import Scheduler
-from headrace.execution.model_executor import ModelExecutor
 from headrace.model.weights import open_tensors
-from headrace.protocol.messages import Result
-from headrace.protocol.plan import Plan
 from headrace.protocol.program import StoredTensor
-from headrace.protocol.ranks import Ranks
-from headrace.sampling_params import SamplingParams
-from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork
-from headrace.simulation.virtual_stages import VirtualStages
-from stage_models import load_stage
+from stage_models import load_stage, read_model
 from tiny_checkpoints import write_tiny_llama
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
@@ -65,59 +54,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mistral": {"architecture": "Mistral", "sliding_window": None},
     "mistral with a sliding window": {"architecture": "Mistral", "sliding_window": 9},
 }
-
-
-@dataclass
-class _Recorder(ModelExecutor):
-    """An executor that keeps the logits it sampled from."""
-
-    seen: list[torch.Tensor] = field(default_factory=list)
-
-    def sample(self, plan: Plan, logits: torch.Tensor) -> torch.Tensor:
-        self.seen.append(logits)
-        return super().sample(plan, logits)
-
-
-def run_stages(
-    path: Path, layers: list[int], prompt: list[int], outputs: int, chunk: int
-) -> tuple[list[int], torch.Tensor]:
-    """Greedy tokens and the logits they came from, through real stage loops on virtual links."""
-    files = locate_model(str(path))
-    config = config_from_huggingface(path)
-    executors = []
-    for share in stage_shares(layers):
-        model = load_stage(files, config, share)
-        executors.append(_Recorder(model, 2, 40, 4, 32, torch.device("cpu")))
-    greedy = SamplingParams(temperature=0, max_tokens=outputs)
-    sampling = stage_sampling(greedy, seed=0)
-    sequence = Sequence(0, 0, prompt, greedy, sampling, outputs)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_model_len=128,
-            max_num_seqs=2,
-            max_num_batched_tokens=chunk,
-            block_size=4,
-            num_blocks=40,
-            num_microbatches=2,
-            window=4,
-            eos_token_ids=frozenset(),
-            prefix_caching=True,
-            prefill_policy="budget",
-        )
-    )
-    scheduler.add(sequence)
-    clock = VirtualClock()
-    with torch.inference_mode():
-        network = VirtualNetwork(clock, Ranks(len(executors)))
-        stages = VirtualStages(clock, network, list(executors), window=4, max_rows=2)
-        while not scheduler.idle:
-            while (plan := scheduler.plan()) is not None:
-                stages.send(plan)
-            for message in stages.receive(1.0):
-                if isinstance(message, Result):
-                    scheduler.take_result(message)
-        stages.stop()
-    return sequence.outputs, torch.cat(executors[-1].seen)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
@@ -266,8 +202,7 @@ def test_every_stored_dtype_loads_with_its_exact_values(tmp_path: Path, dtype: t
     from transformers import AutoModelForCausalLM
 
     path = write_tiny_llama(tmp_path / "model", dtype=dtype)
-    config = config_from_huggingface(path)
-    assert config.dtype == str(dtype).removeprefix("torch.")
+    assert read_model(locate_model(str(path))).sizes.dtype == str(dtype).removeprefix("torch.")
     tokens, logits = run_stages(path, [4], [1, 2, 3], outputs=4, chunk=16)
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.inference_mode():
@@ -287,7 +222,8 @@ def test_shards_with_an_index_give_the_same_as_one_file(tmp_path: Path) -> None:
 
 def test_a_stage_loads_only_its_own_tensors(tmp_path: Path) -> None:
     path = write_tiny_llama(tmp_path / "model")
-    files, config = locate_model(str(path)), config_from_huggingface(path)
+    files = locate_model(str(path))
+    model = read_model(files)
 
     @dataclass
     class Spy:
@@ -305,7 +241,7 @@ def test_a_stage_loads_only_its_own_tensors(tmp_path: Path) -> None:
     loaded = []
     for share in stage_shares([1, 2, 1]):
         spy = Spy()
-        load_stage(files, config, share, source=spy)
+        load_stage(files, model, share, source=spy)
         loaded.append(set(spy.names))
     assert {n.split(".")[2] for n in loaded[1]} == {"1", "2"}
     assert "model.embed_tokens.weight" in loaded[0] - loaded[1] - loaded[2]

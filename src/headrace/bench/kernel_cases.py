@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from headrace.bench.model_shape import ModelShape
 from headrace.config import EngineConfig
 from headrace.kernels import REFERENCE, path, reference
 from headrace.kernels.attention import paged_attention, rotate_and_write
@@ -23,7 +24,6 @@ from headrace.kernels.kv_cache import KvCache, bytes_per_block, new_cache
 from headrace.kernels.linear import Linear, computes_natively, pack
 from headrace.kernels.sampling import CHOICE, choose
 from headrace.model.rope import rotation_tables
-from headrace.protocol.model_config import ModelConfig
 from headrace.protocol.plan import Admission, Sampling
 from headrace.sampling.sampler import choose_by_torch
 from headrace.sampling.slot import SlotSampling
@@ -64,47 +64,39 @@ class Case:
     bytes_moved: int
 
 
-def kernel_cases(config: ModelConfig, dtype: torch.dtype, rows: list[int]) -> Iterator[Case]:
+def kernel_cases(shape: ModelShape, dtype: torch.dtype, rows: list[int]) -> Iterator[Case]:
     """Each kernel at each number of rows, and attention over a prompt's chunk.
 
     Decode rows are at CONTEXT positions. Neither attention nor rotation where the native ones do
     not take the model's heads. Cases are made one by one: all together would take gigabytes.
     """
-    if config.head_dim % 16 == 0:
+    if shape.head_dim % 16 == 0:
         for count in rows:
-            yield _attention_case("attention decode", config, dtype, count, 1, CONTEXT)
-        yield _attention_case("attention prefill", config, dtype, 1, CHUNK, CHUNK)
+            yield _attention_case("attention decode", shape, dtype, count, 1, CONTEXT)
+        yield _attention_case("attention prefill", shape, dtype, 1, CHUNK, CHUNK)
         for count in rows:
-            yield _rotate_case(config, dtype, count)
-    queries, keys = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-    hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    for name, outs, ins in (
-        ("qkv", queries + 2 * keys, hidden),
-        ("attention_out", hidden, queries),
-        ("gate_up", 2 * inner, hidden),
-        ("down", hidden, inner),
-        ("head", vocab, hidden),
-    ):
+            yield _rotate_case(shape, dtype, count)
+    for name, (outs, ins) in shape.products.items():
         yield from _product_cases(name, outs, ins, dtype, rows)
     for count in rows:
-        yield _norm_case(config, dtype, count)
+        yield _norm_case(shape, dtype, count)
     for count in rows:
-        yield _silu_case(config, dtype, count)
-    table = _random(dtype, vocab, hidden)
+        yield _silu_case(shape, dtype, count)
+    table = _random(dtype, shape.vocab_size, shape.hidden_size)
     for count in rows:
         yield _embed_case(table, count)
-    logits = (_LOGITS_DEVIATION * torch.randn(max(rows), vocab)).to(dtype)
+    logits = (_LOGITS_DEVIATION * torch.randn(max(rows), shape.vocab_size)).to(dtype)
     for name, sampling in _SAMPLING.items():
         for count in rows:
             yield _choose_case(name, sampling, logits[:count])
 
 
 def _attention_case(
-    name: str, config: ModelConfig, dtype: torch.dtype, rows: int, tokens: int, context: int
+    name: str, shape: ModelShape, dtype: torch.dtype, rows: int, tokens: int, context: int
 ) -> Case:
-    cache, batches = _paged(config, dtype, rows, tokens, context)
-    scale, window, heads = config.head_dim**-0.5, config.sliding_window, config.num_heads
-    qkv = _qkv(config, dtype, rows * tokens)
+    cache, batches = _paged(shape, dtype, rows, tokens, context)
+    scale, window, heads = shape.head_dim**-0.5, shape.window, shape.num_heads
+    qkv = _qkv(shape, dtype, rows * tokens)
     query = qkv[:, :heads]
     out = torch.empty(query.shape, dtype=dtype)
     attended = sum(
@@ -126,16 +118,16 @@ def _attention_case(
                 batches,
             )
         },
-        operations=4 * heads * config.head_dim * attended,
-        bytes_moved=2 * read * config.num_kv_heads * config.head_dim * dtype.itemsize
+        operations=4 * heads * shape.head_dim * attended,
+        bytes_moved=2 * read * shape.num_kv_heads * shape.head_dim * dtype.itemsize
         + 2 * out.nbytes,
     )
 
 
-def _rotate_case(config: ModelConfig, dtype: torch.dtype, rows: int) -> Case:
-    cache, batches = _paged(config, dtype, rows, tokens=1, context=CONTEXT)
-    qkv = _qkv(config, dtype, rows)
-    cos, sin = rotation_tables(config.rope, config.head_dim, CONTEXT, None)
+def _rotate_case(shape: ModelShape, dtype: torch.dtype, rows: int) -> Case:
+    cache, batches = _paged(shape, dtype, rows, tokens=1, context=CONTEXT)
+    qkv = _qkv(shape, dtype, rows)
+    cos, sin = rotation_tables(shape.rope, shape.head_dim, CONTEXT, None)
     return Case(
         kernel="rotate_and_write",
         rows=rows,
@@ -150,17 +142,17 @@ def _rotate_case(config: ModelConfig, dtype: torch.dtype, rows: int) -> Case:
     )
 
 
-def _qkv(config: ModelConfig, dtype: torch.dtype, tokens: int) -> torch.Tensor:
-    heads = config.num_heads + 2 * config.num_kv_heads
-    return _random(dtype, tokens, heads, config.head_dim)
+def _qkv(shape: ModelShape, dtype: torch.dtype, tokens: int) -> torch.Tensor:
+    heads = shape.num_heads + 2 * shape.num_kv_heads
+    return _random(dtype, tokens, heads, shape.head_dim)
 
 
 def _paged(
-    config: ModelConfig, dtype: torch.dtype, rows: int, tokens: int, context: int
+    shape: ModelShape, dtype: torch.dtype, rows: int, tokens: int, context: int
 ) -> tuple[KvCache, list[AttentionBatch]]:
     """A cache, and steps of so many rows, which have their own blocks of it in each. Every row's
     tokens are the last ones of a sequence of `context` positions."""
-    size, sizes = EngineConfig.block_size, (config.num_kv_heads, config.head_dim)
+    size, sizes = EngineConfig.block_size, (shape.num_kv_heads, shape.head_dim)
     blocks = -(-context // size)
     copies = _copies(rows * blocks * bytes_per_block(size, *sizes, dtype))
     cache = new_cache(copies * rows * blocks, size, *sizes, dtype, torch.device("cpu"))
@@ -227,13 +219,13 @@ def _torch_product(x: torch.Tensor, out: torch.Tensor) -> Callable[[Linear], obj
     return lambda linear: linear(x, out)
 
 
-def _norm_case(config: ModelConfig, dtype: torch.dtype, rows: int) -> Case:
+def _norm_case(shape: ModelShape, dtype: torch.dtype, rows: int) -> Case:
     """With the residual's addition, as all but a stage's first."""
-    x, delta = (_random(dtype, rows, config.hidden_size) for _ in range(2))
+    x, delta = (_random(dtype, rows, shape.hidden_size) for _ in range(2))
     # It is added over and over.
     delta *= 1e-3
-    weight, out = _random(dtype, config.hidden_size), torch.empty_like(x)
-    epsilon = config.rms_norm_epsilon
+    weight, out = _random(dtype, shape.hidden_size), torch.empty_like(x)
+    epsilon = shape.rms_norm_epsilon
     return Case(
         kernel="add_rms_norm",
         rows=rows,
@@ -244,9 +236,9 @@ def _norm_case(config: ModelConfig, dtype: torch.dtype, rows: int) -> Case:
     )
 
 
-def _silu_case(config: ModelConfig, dtype: torch.dtype, rows: int) -> Case:
-    x = _random(dtype, rows, 2 * config.intermediate_size)
-    out = torch.empty(rows, config.intermediate_size, dtype=dtype)
+def _silu_case(shape: ModelShape, dtype: torch.dtype, rows: int) -> Case:
+    x = _random(dtype, rows, 2 * shape.intermediate_size)
+    out = torch.empty(rows, shape.intermediate_size, dtype=dtype)
     return Case(
         kernel="silu_and_multiply",
         rows=rows,

@@ -13,19 +13,19 @@ from headrace.bench.alone import answer_alone
 from headrace.bench.figures import spread
 from headrace.bench.kernel_cases import CHUNK, CONTEXT, Call, Case, kernel_cases
 from headrace.bench.machine import machine, versions
-from headrace.bench.roofline import Dtype, read_config
+from headrace.bench.model_shape import ModelShape, shape_of
+from headrace.bench.roofline import Dtype, read_program
 from headrace.deployment.machine import read_machine
 from headrace.errors import StartError
 from headrace.host.cpus import stage_cpus
 from headrace.kernels import PATH_VARIABLE, path
-from headrace.protocol.model_config import ModelConfig
 
 # Seconds of a round, unless one call takes longer, and the most calls of a round.
 _ROUND_S, _MOST_CALLS = 0.05, 100
 
 
 class _Task(msgspec.Struct, array_like=True):
-    config: ModelConfig
+    shape: ModelShape
     dtype: str
     rows: list[int]
     rounds: int
@@ -52,7 +52,7 @@ def measure_kernels(
     Raises ModelError if the model cannot be read, UsageError if it is synthetic, StartError if
     there are no native kernels, PipelineError if the process fails.
     """
-    config = read_config(model)
+    shape = shape_of(read_program(model))
     this = read_machine()
     if not this.native_kernels:
         raise StartError(
@@ -61,7 +61,7 @@ def measure_kernels(
         )
     (cpus,) = stage_cpus(1, threads, "auto", allowed=this.allowed_cpus, cores=this.cores)
     say("kernels, in a process of their own")
-    task = msgspec.msgpack.encode(_Task(config, dtype, rows, rounds))
+    task = msgspec.msgpack.encode(_Task(shape, dtype, rows, rounds))
     answer = msgspec.msgpack.decode(answer_alone(__name__, 0, cpus, task), type=_Measured)
     return {
         "model": model,
@@ -124,7 +124,7 @@ def _run() -> None:
     with torch.inference_mode():
         cases = [
             measure_case(case, task.rounds)
-            for case in kernel_cases(task.config, getattr(torch, task.dtype), task.rows)
+            for case in kernel_cases(task.shape, getattr(torch, task.dtype), task.rows)
         ]
     sys.stdout.buffer.write(msgspec.msgpack.encode(_Measured(path.path_name(), cases)))
 

@@ -7,15 +7,16 @@ counts what cannot be avoided, at the best rates, and each step takes the longer
 
     step = max(bytes / read rate, operations / product rate)
 
-A load of R requests, I tokens in and O out, all running at once, on a model of L layers of W_L
-weights each, an output projection of W_H weights, H query heads and K key-value heads of D numbers,
-in a dtype of s bytes:
+A load of R requests, I tokens in and O out, all running at once, on a model whose layers have W_L
+weights together, an output projection of W_H weights, and in each layer H query heads and K
+key-value heads of D numbers, in a dtype of s bytes:
 
-    attended by a row at position p:  p + 1 positions, or the sliding window
-    operations of prefill:   2 L W_L R I  +  2 W_H R  +  4 L H D R (sum of attended over the prompt)
-    bytes of prefill:        s (L W_L + W_H), for each 2048 tokens
-    operations of a decode step:  R (2 (L W_L + W_H) + 4 L H D c)
-    bytes of a decode step:       s (L W_L + W_H)  +  R c 2 s L K D
+    attended by a row at position p:  p + 1 positions, or the layer's sliding window
+    operations of prefill:   2 W_L R I  +  2 W_H R
+                             +  sum over layers of 4 H D R (sum of attended over the prompt)
+    bytes of prefill:        s (W_L + W_H), for each 2048 tokens
+    operations of a decode step:  R (2 (W_L + W_H) + sum over layers of 4 H D c)
+    bytes of a decode step:       s (W_L + W_H)  +  sum over layers of R c 2 s K D
 
 with c the average of attended over a row's decode steps, I + O/2 without a window. There are O - 1
 decode steps: prefill ends in the first token. Left out, because small: norms, rotations, the
@@ -33,12 +34,12 @@ import torch
 
 from headrace.bench.batch_run import Batch
 from headrace.bench.machine import machine, usable_cores, versions
-from headrace.checkpoint.config import config_from_gguf, config_from_huggingface
 from headrace.checkpoint.gguf_file import read_gguf
 from headrace.checkpoint.locate import locate_model
-from headrace.deployment.partition import layer_costs
 from headrace.errors import UsageError
-from headrace.protocol.model_config import ModelConfig
+from headrace.model.read import model_from_gguf, model_from_huggingface
+from headrace.protocol.model_config import StageShare
+from headrace.protocol.program import Attention, Linear, Operation, Program
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -118,7 +119,7 @@ def measure_roofline(
     Each rate is measured `rounds` times after a warm-up. say: told what runs. Raises ModelError if
     the model cannot be read, UsageError if it is synthetic.
     """
-    config = read_config(model)
+    program = read_program(model)
     counts = sorted({1, usable_cores()})
     rates = []
     before = torch.get_num_threads()
@@ -132,7 +133,7 @@ def measure_roofline(
             squares: dict[Dtype, Rate] = {}
             for name in get_args(Dtype):
                 say(f"{name} products, {many}")
-                products[name] = product_rate(_layer_shapes(config), name, rounds)
+                products[name] = product_rate(_layer_shapes(program), name, rounds)
                 squares[name] = product_rate([(_ROWS, _ROWS)], name, rounds)
             rates.append(Rates(threads, read, products, squares))
     finally:
@@ -141,13 +142,13 @@ def measure_roofline(
         "rows": _ROWS,
         "rounds": rounds,
         "rates": [rate.as_json() for rate in rates],
-        "limit": {"model": model, **limit(config, dtype, batch, rates)},
+        "limit": {"model": model, **limit(program, dtype, batch, rates)},
         "machine": machine(),
         "versions": versions(),
     }
 
 
-def limit(config: ModelConfig, dtype: Dtype, batch: Batch, rates: list[Rates]) -> dict[str, Any]:
+def limit(program: Program, dtype: Dtype, batch: Batch, rates: list[Rates]) -> dict[str, Any]:
     """The shortest time for the load at the best of these rates, by the formulas above; as JSON.
 
     Products of bfloat16 numbers may be computed in float32 arithmetic: whichever is faster counts.
@@ -156,7 +157,7 @@ def limit(config: ModelConfig, dtype: Dtype, batch: Batch, rates: list[Rates]) -
     best = {name: max(rate.operations_per_s(name) for rate in rates) for name in usable}
     arithmetic = max(usable, key=lambda name: best[name])
     read_per_s, operations_per_s = max(rate.read.median for rate in rates), best[arithmetic]
-    prefill, step = prefill_work(config, dtype, batch), decode_work(config, dtype, batch)
+    prefill, step = prefill_work(program, dtype, batch), decode_work(program, dtype, batch)
     steps = batch.output_len - 1
     seconds = prefill.seconds(read_per_s, operations_per_s)
     seconds += steps * step.seconds(read_per_s, operations_per_s)
@@ -176,50 +177,54 @@ def limit(config: ModelConfig, dtype: Dtype, batch: Batch, rates: list[Rates]) -
     }
 
 
-def prefill_work(config: ModelConfig, dtype: Dtype, batch: Batch) -> Work:
+def prefill_work(program: Program, dtype: Dtype, batch: Batch) -> Work:
     """Of all prompts together."""
-    costs = layer_costs(config)
     tokens = batch.num_prompts * batch.input_len
-    products = 2 * (config.num_layers * costs.layer * tokens + _head(config) * batch.num_prompts)
-    attended = sum(_attended(config, position) for position in range(batch.input_len))
-    attention = _attention_operations(config, attended) * batch.num_prompts
-    return Work(products + attention, -(-tokens // _ROWS) * _weight_bytes(config, dtype))
+    layers, head = _weights(program.operations), _weights(program.head)
+    products = 2 * (layers * tokens + head * batch.num_prompts)
+    attention = batch.num_prompts * sum(
+        _operations_a_position(program, layer) * _attended(layer, position)
+        for layer in _attentions(program)
+        for position in range(batch.input_len)
+    )
+    return Work(products + attention, -(-tokens // _ROWS) * (layers + head) * _size(dtype))
 
 
-def decode_work(config: ModelConfig, dtype: Dtype, batch: Batch) -> Work:
+def decode_work(program: Program, dtype: Dtype, batch: Batch) -> Work:
     """Of one step of all requests, on the average of a request's steps; none if there are none."""
     positions = range(batch.input_len, batch.input_len + batch.output_len - 1)
     if not positions:
         return Work(0, 0)
-    context = sum(_attended(config, position) for position in positions) / len(positions)
-    costs = layer_costs(config)
-    products = 2 * (config.num_layers * costs.layer + _head(config))
-    per_position = 2 * config.num_layers * config.num_kv_heads * config.head_dim * _size(dtype)
+    weights = _weights(program.operations) + _weights(program.head)
+    operations, read = 2.0 * weights, 0.0
+    for layer in _attentions(program):
+        context = sum(_attended(layer, position) for position in positions) / len(positions)
+        operations += _operations_a_position(program, layer) * context
+        cache = program.caches[layer.cache]
+        read += 2 * cache.kv_heads * cache.head_dim * _size(dtype) * context
     rows = batch.num_prompts
-    return Work(
-        operations=rows * (products + _attention_operations(config, context)),
-        bytes_read=_weight_bytes(config, dtype) + rows * context * per_position,
-    )
+    return Work(rows * operations, weights * _size(dtype) + rows * read)
 
 
-def _attended(config: ModelConfig, position: int) -> int:
+def _attentions(program: Program) -> list[Attention]:
+    return [each for each in program.operations if isinstance(each, Attention)]
+
+
+def _attended(layer: Attention, position: int) -> int:
     """Positions that the row at this position attends to."""
-    return min(position + 1, config.sliding_window or position + 1)
+    return min(position + 1, layer.window or position + 1)
 
 
-def _attention_operations(config: ModelConfig, attended: float) -> float:
+def _operations_a_position(program: Program, layer: Attention) -> int:
     """A multiplication and an addition for each number of a key, and the same for a value."""
-    return 4 * config.num_layers * config.num_heads * config.head_dim * attended
+    return 4 * layer.heads * program.caches[layer.cache].head_dim
 
 
-def _weight_bytes(config: ModelConfig, dtype: Dtype) -> int:
-    costs = layer_costs(config)
-    return (config.num_layers * costs.layer + _head(config)) * _size(dtype)
-
-
-def _head(config: ModelConfig) -> int:
-    """Weights of the output projection."""
-    return config.vocab_size * config.hidden_size
+def _weights(operations: tuple[Operation, ...]) -> int:
+    """Of all products, in numbers."""
+    return sum(
+        each.weight.outs * each.weight.ins for each in operations if isinstance(each, Linear)
+    )
 
 
 def _size(dtype: Dtype) -> int:
@@ -246,11 +251,10 @@ def product_rate(shapes: list[tuple[int, int]], dtype: Dtype, rounds: int) -> Ra
         return _rate(2 * _ROWS * sum(weight.numel() for weight in weights), rounds, layer)
 
 
-def _layer_shapes(config: ModelConfig) -> list[tuple[int, int]]:
-    """Inputs and outputs of a layer's four products."""
-    queries, keys = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return [(hidden, queries + 2 * keys), (queries, hidden), (hidden, 2 * inner), (inner, hidden)]
+def _layer_shapes(program: Program) -> list[tuple[int, int]]:
+    """Inputs and outputs of a layer's products."""
+    products = {each.label: each.weight for each in program.operations if isinstance(each, Linear)}
+    return [(weight.ins, weight.outs) for weight in products.values()]
 
 
 def _rate(work: float, rounds: int, run: Callable[[], object]) -> Rate:
@@ -263,11 +267,14 @@ def _rate(work: float, rounds: int, run: Callable[[], object]) -> Rate:
     return Rate(per_s)
 
 
-def read_config(model: str) -> ModelConfig:
-    """Of a model on disk. Raises ModelError if it cannot be read, UsageError if it is synthetic."""
+def read_program(model: str) -> Program:
+    """Of all of a model on disk. Raises ModelError if it cannot be read, UsageError if it is
+    synthetic."""
     files = locate_model(model)
     if files.kind == "synthetic":
         raise UsageError("--model must be a real one: a synthetic model's stages compute nothing")
     if files.kind == "gguf":
-        return config_from_gguf(read_gguf(files.path))
-    return config_from_huggingface(files.path)
+        read = model_from_gguf(read_gguf(files.path))
+    else:
+        read = model_from_huggingface(files.path)
+    return read.program(StageShare(0, read.sizes.num_layers, embeds=True, samples=True))

@@ -11,8 +11,8 @@ from typing import Any
 
 from headrace.errors import ModelError
 
-# What LlamaConfig and MistralConfig of transformers take, as far as it changes the model.
-MODEL_FIELDS = frozenset(
+# What every family's configuration in transformers takes, as far as it changes the model.
+COMMON_FIELDS = frozenset(
     {
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
         "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
@@ -20,13 +20,13 @@ MODEL_FIELDS = frozenset(
         "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters",
     }
 )  # fmt: skip
-LLAMA_FIELDS = MODEL_FIELDS | {"attention_bias", "mlp_bias"}
-MISTRAL_FIELDS = MODEL_FIELDS | {"sliding_window", "layer_types"}
+# Rope parameters of their own for layers of this kind, where a family has such.
+LAYER_KINDS = ("full_attention", "sliding_attention")
 
 # How the weights are stored, in the words of several quantizers.
 _QUANTIZED = ("quantization_config", "compression_config", "quantization")
 
-# Of no effect on what a Llama or Mistral model of transformers computes: names, training, speed,
+# Of no effect on what a model of transformers computes: names, training, speed,
 # what a caller may override, leftovers of transformers' own, and what other classes look at.
 _HARMLESS = frozenset(
     {
@@ -62,7 +62,7 @@ _HARMLESS = frozenset(
     }
 )  # fmt: skip
 _HARMLESS_NAMES = re.compile(r".*_token_ids?|.*dropout|.*dropout_prob|.*_pdrop|unsloth_.*")
-# Harmless with these values only: they say what a Llama model does anyway.
+# Harmless with these values only: they say what every model here does anyway.
 _SAYS_NOTHING_NEW: dict[str, tuple[Any, ...]] = {
     "activation": ("silu", "swiglu"),
     "activation_function": ("silu", "swiglu"),
@@ -90,11 +90,14 @@ _MAX_LABELS = 1 << 20
 _OFF: tuple[Any, ...] = (None, False, "", [], {})
 
 
-def check_fields(path: Path, raw: Mapping[str, Any], model_fields: frozenset[str]) -> None:
+def check_fields(
+    path: Path, raw: Mapping[str, Any], model_fields: frozenset[str], ignored: frozenset[str]
+) -> None:
     """Raises ModelError, naming the field, for one that may change what the model computes and
     whose meaning is not known, and for weights that the configuration calls quantized.
 
-    model_fields: those that the model's configuration is made from.
+    model_fields: those that the model's configuration is made from. ignored: those that its class
+    in transformers has none of, and other classes have.
     """
     for name in _QUANTIZED:
         if quantization := raw.get(name):
@@ -104,7 +107,7 @@ def check_fields(path: Path, raw: Mapping[str, Any], model_fields: frozenset[str
                 "a GGUF file"
             )
     for name, value in raw.items():
-        if name not in model_fields and not _is_harmless(name, value):
+        if name not in model_fields | ignored and not _is_harmless(name, value):
             _refuse(path, name, value)
     # Of no use here, but transformers makes a table of them whenever it reads the file.
     labels = raw.get("num_labels") or 0
@@ -113,17 +116,21 @@ def check_fields(path: Path, raw: Mapping[str, Any], model_fields: frozenset[str
     for block in ("rope_scaling", "rope_parameters"):
         parameters = raw.get(block)
         if isinstance(parameters, dict):
-            for name, value in parameters.items():
-                off = _is_off(value) or (name == "partial_rotary_factor" and value == 1)
-                if name not in _ROPE_FIELDS and not off:
-                    _refuse(path, f"{block}.{name}", value)
+            _check_rope_fields(path, block, parameters)
+            for kind in LAYER_KINDS:
+                if isinstance(parameters.get(kind), dict):
+                    _check_rope_fields(path, f"{block}.{kind}", parameters[kind])
+
+
+def _check_rope_fields(path: Path, block: str, parameters: Mapping[str, Any]) -> None:
+    for name, value in parameters.items():
+        off = _is_off(value) or (name == "partial_rotary_factor" and value == 1)
+        if name not in _ROPE_FIELDS and name not in LAYER_KINDS and not off:
+            _refuse(path, f"{block}.{name}", value)
 
 
 def _is_harmless(name: str, value: Any) -> bool:
     if name in _HARMLESS or _HARMLESS_NAMES.fullmatch(name) or _is_off(value):
-        return True
-    if name == "sliding_window":
-        # Only a Llama's comes here, whose class in transformers has no windows.
         return True
     if name == "layer_types":
         return isinstance(value, list) and set(map(str, value)) == {"full_attention"}

@@ -8,7 +8,7 @@ from tokenizers import models, pre_tokenizers
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.errors import UsageError
 from headrace.protocol.messages import SyntheticTime
-from headrace.protocol.model_config import ModelConfig, RopeConfig
+from headrace.protocol.model_config import LayerSize, ModelSizes
 
 _VOCABULARY = 64
 _MOST_MS = 60_000
@@ -25,24 +25,17 @@ def parse_stage_time(text: str) -> SyntheticTime:
     return SyntheticTime(float(match[1]) / 1000, float(match[2]) / 1000)
 
 
-def synthetic_config(num_stages: int) -> ModelConfig:
+def synthetic_sizes(num_stages: int) -> ModelSizes:
     """One layer a stage; activations are as large as SmolLM2's, in the engine's dtype."""
-    return ModelConfig(
+    return ModelSizes(
         architecture="synthetic",
         vocab_size=_VOCABULARY,
         hidden_size=576,
-        intermediate_size=1,
-        num_layers=num_stages,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=1,
-        rms_norm_epsilon=1e-5,
+        layers=(LayerSize(products=1, cache_elements=0),) * num_stages,
+        rotation_elements=0,
+        embedding_products=0,
+        head_products=0,
         max_positions=4096,
-        tied_head=False,
-        attention_bias=False,
-        mlp_bias=False,
-        sliding_window=None,
-        rope=RopeConfig(theta=1.0),
         dtype="float32",
         eos_token_ids=(),
     )

@@ -18,7 +18,7 @@ def describe(deployment: Deployment) -> dict[str, Any]:
             "name": config.model,
             "files": str(deployment.model.files.path),
             "kind": deployment.model.files.kind,
-            "architecture": deployment.model.config.architecture,
+            "architecture": deployment.model.sizes.architecture,
             "sampling_defaults": dict(deployment.model.sampling_defaults),
         },
         "dtype": deployment.dtype,

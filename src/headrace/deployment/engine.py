@@ -56,7 +56,7 @@ def new_engine(
         scheduler=scheduler,
         pipeline=pipeline,
         tokenizer=tokenizer.core,
-        vocab_size=deployment.model.config.vocab_size,
+        vocab_size=deployment.model.sizes.vocab_size,
         ranks=deployment.ranks,
         seed=config.seed,
         stall_timeout=deployment.stall_timeout,

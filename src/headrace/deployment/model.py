@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from headrace.checkpoint.config import config_from_gguf, config_from_huggingface
 from headrace.checkpoint.generation_config import (
     SamplingDefaults,
     in_words,
@@ -16,7 +15,6 @@ from headrace.checkpoint.gguf_file import read_gguf
 from headrace.checkpoint.locate import ModelFiles, locate_model
 from headrace.checkpoint.synthetic import (
     parse_stage_time,
-    synthetic_config,
     synthetic_tokenizer,
 )
 from headrace.checkpoint.tokenizer import (
@@ -26,9 +24,10 @@ from headrace.checkpoint.tokenizer import (
 )
 from headrace.config import EngineConfig
 from headrace.errors import ModelError
-from headrace.model.architectures.llama import llama_program
+from headrace.model.read import model_from_gguf, model_from_huggingface
+from headrace.model.synthetic import synthetic_model
 from headrace.protocol.messages import SyntheticTime
-from headrace.protocol.model_config import ModelConfig, StageShare
+from headrace.protocol.model_config import ModelSizes, StageShare
 from headrace.protocol.program import Program
 
 _log = logging.getLogger(__name__)
@@ -37,31 +36,26 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """A model as its files describe it. sampling_defaults: what its makers recommend, for requests
-    that say nothing. synthetic: the time that its stages take, if they run no model.
-    read_tokenizer: takes a second or more, so it is called while the stages load."""
+    that say nothing. program: builds what a stage of a share runs. synthetic: the time that its
+    stages take, if they run no model. read_tokenizer: takes a second or more, so it is called while
+    the stages load."""
 
     files: ModelFiles
-    config: ModelConfig
+    sizes: ModelSizes
+    program: Callable[[StageShare], Program]
     sampling_defaults: SamplingDefaults
     synthetic: SyntheticTime | None
     read_tokenizer: Callable[[], Tokenizer]
-
-    def program(self, share: StageShare) -> Program:
-        """What a stage of this share runs; nothing, on activations of the model's size, if it is
-        synthetic."""
-        if self.synthetic is not None:
-            return Program(self.config.hidden_size, self.config.vocab_size, (), (), (), {})
-        return llama_program(self.config, share, gguf=self.files.kind == "gguf")
 
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ModelError if it cannot be read or is another model's."""
         tokenizer = self.read_tokenizer()
         # Added tokens may lie beyond the weights: the engine refuses those when they are used.
         size = tokenizer.core.get_vocab_size(with_added_tokens=False)
-        if size > self.config.vocab_size:
+        if size > self.sizes.vocab_size:
             raise ModelError(
                 f"model {self.files.path}: its tokenizer has {size} tokens, its weights "
-                f"{self.config.vocab_size}: the tokenizer belongs to another model"
+                f"{self.sizes.vocab_size}: the tokenizer belongs to another model"
             )
         return tokenizer
 
@@ -71,8 +65,8 @@ class Model:
         Files write -1, or an id beyond the vocabulary, for a token that they do not have: it could
         never come.
         """
-        ends = {*self.config.eos_token_ids, *tokenizer.end_ids}
-        return frozenset(token for token in ends if 0 <= token < self.config.vocab_size)
+        ends = {*self.sizes.eos_token_ids, *tokenizer.end_ids}
+        return frozenset(token for token in ends if 0 <= token < self.sizes.vocab_size)
 
 
 def read_model(config: EngineConfig) -> Model:
@@ -88,15 +82,15 @@ def read_model(config: EngineConfig) -> Model:
     read_tokenizer: Callable[[], Tokenizer] = synthetic_tokenizer
     match files.kind:
         case "synthetic":
-            sizes = synthetic_config(config.pipeline_parallel_size)
+            blueprint = synthetic_model(config.pipeline_parallel_size)
             synthetic = parse_stage_time(str(path))
         case "gguf":
             file = read_gguf(path)
-            sizes = config_from_gguf(file)
+            blueprint = model_from_gguf(file)
             read_defaults = partial(sampling_defaults_of_gguf, file)
             read_tokenizer = partial(tokenizer_of_gguf, file)
         case "huggingface":
-            sizes = config_from_huggingface(path)
+            blueprint = model_from_huggingface(path)
             read_defaults = partial(sampling_defaults_of_directory, path)
             read_tokenizer = partial(tokenizer_from_huggingface, path)
     defaults = read_defaults() if config.generation_config == "auto" else {}
@@ -108,7 +102,8 @@ def read_model(config: EngineConfig) -> Model:
         )
     return Model(
         files=files,
-        config=sizes,
+        sizes=blueprint.sizes,
+        program=blueprint.program,
         sampling_defaults=defaults,
         synthetic=synthetic,
         read_tokenizer=read_tokenizer,

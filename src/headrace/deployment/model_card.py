@@ -64,9 +64,9 @@ def model_card(
     config, model = deployment.config, deployment.model
     return ModelCard(
         name=config.model,
-        architecture=model.config.architecture,
+        architecture=model.sizes.architecture,
         dtype=deployment.dtype,
-        vocab_size=model.config.vocab_size,
+        vocab_size=model.sizes.vocab_size,
         max_model_len=deployment.max_model_len,
         max_num_seqs=deployment.max_num_seqs,
         block_size=config.block_size,

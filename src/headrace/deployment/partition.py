@@ -1,9 +1,11 @@
 """Which stage runs which layers: contiguous shares whose dearest is as cheap as possible."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate, combinations
 
 from headrace.errors import UsageError
-from headrace.protocol.model_config import ModelConfig, StageShare
+from headrace.protocol.model_config import ModelSizes, StageShare
 
 # Of this many tokens that pass the layers one is sampled, and so passes the output projection too:
 # between chats, with as many tokens in as out, and summaries, with some five in for one out.
@@ -12,37 +14,36 @@ _TOKENS_A_SAMPLE = 3
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Relative cost of a token in a step's parts: products of elements.
+    """Relative cost of a token in a step's parts: products of elements. layers: of each.
 
     The embedding is a gather of one row a token, so it costs next to nothing; the output projection
     multiplies its whole matrix, but only for tokens that are sampled.
     """
 
-    layer: int
+    layers: tuple[int, ...]
     embedding: int
     head: int
 
 
-def layer_costs(config: ModelConfig) -> LayerCosts:
-    """Costs of a Llama-family model's parts."""
-    queries = config.num_heads * config.head_dim
-    keys = config.num_kv_heads * config.head_dim
-    attention = config.hidden_size * (2 * queries + 2 * keys)
-    mlp = 3 * config.hidden_size * config.intermediate_size
+def layer_costs(sizes: ModelSizes) -> LayerCosts:
+    """Costs of a model's parts."""
     return LayerCosts(
-        layer=attention + mlp,
-        embedding=config.hidden_size,
-        head=config.vocab_size * config.hidden_size // _TOKENS_A_SAMPLE,
+        layers=tuple(layer.products for layer in sizes.layers),
+        embedding=sizes.embedding_products,
+        head=sizes.head_products // _TOKENS_A_SAMPLE,
     )
 
 
-def balanced_layers(num_layers: int, num_stages: int, costs: LayerCosts) -> list[int]:
+def balanced_layers(num_stages: int, costs: LayerCosts) -> list[int]:
     """Layers per stage, at least one each, with the smallest possible dearest stage.
 
     Exact: tries the bounds that can occur. Among equals, earlier stages get fewer layers, since
     they start first and a lighter first stage fills the pipeline sooner.
     """
+    num_layers = len(costs.layers)
     check_stage_count(num_layers, num_stages)
+    # Of the layers before each.
+    before = list(accumulate(costs.layers, initial=0))
 
     def fixed(stage: int) -> int:
         return costs.embedding * (stage == 0) + costs.head * (stage == num_stages - 1)
@@ -50,25 +51,25 @@ def balanced_layers(num_layers: int, num_stages: int, costs: LayerCosts) -> list
     def fill(bound: int) -> list[int] | None:
         shares, left = [0] * num_stages, num_layers
         for stage in range(num_stages - 1, -1, -1):
-            room = (bound - fixed(stage)) // costs.layer
-            shares[stage] = min(room, left - stage)
-            if shares[stage] < 1:
+            room = bound - fixed(stage)
+            # Those before it need a layer each.
+            first = max(stage, bisect_left(before, before[left] - room))
+            if first >= left:
                 return None
-            left -= shares[stage]
+            shares[stage], left = left - first, first
         return shares if left == 0 else None
 
     bounds = sorted(
         {
-            fixed(stage) + n * costs.layer
+            fixed(stage) + before[end] - before[first]
             for stage in range(num_stages)
-            for n in range(1, num_layers + 1)
+            for first, end in combinations(range(num_layers + 1), 2)
         }
     )
-    for bound in bounds:
-        shares = fill(bound)
-        if shares is not None:
-            return shares
-    raise AssertionError("the largest bound always fits")
+    # Whatever fits a bound fits a larger one.
+    shares = fill(bounds[bisect_left(bounds, True, key=lambda bound: fill(bound) is not None)])
+    assert shares is not None
+    return shares
 
 
 def check_stage_count(num_layers: int, num_stages: int) -> None:

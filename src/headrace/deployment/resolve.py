@@ -21,7 +21,7 @@ from headrace.engine.microbatch_count import MOST_MICROBATCHES, window_of
 from headrace.errors import UsageError
 from headrace.host.cpus import StageCpus, stage_cpus
 from headrace.protocol.messages import LinkEmulation
-from headrace.protocol.model_config import ModelConfig, StageShare
+from headrace.protocol.model_config import ModelSizes, StageShare
 from headrace.protocol.ranks import Ranks
 
 # Seconds for the stages to meet, which has nothing to do with how long a step may take.
@@ -74,16 +74,16 @@ def resolve(config: EngineConfig, model: Model, machine: Machine) -> Deployment:
     """
     # Tensor parallelism is still to come: a stage is one process.
     ranks = Ranks(config.pipeline_parallel_size, num_shards=1)
-    shares = _shares(config, model.config)
-    max_model_len = _max_model_len(config, model.config)
-    dtype = _dtype(config, model.config, machine)
+    shares = _shares(config, model.sizes)
+    max_model_len = _max_model_len(config, model.sizes)
+    dtype = _dtype(config, model.sizes, machine)
     cache = CacheLimit(
         bytes_per_stage=config.kv_cache_bytes, share_of_free=config.gpu_memory_utilization
     )
     if model.synthetic is None:
         check_max_model_len(
             max_model_len,
-            _bytes_per_position(config, model.config, dtype),
+            _bytes_per_position(config, model.sizes, dtype),
             cache,
             machine.free_memory,
         )
@@ -111,19 +111,19 @@ def resolve(config: EngineConfig, model: Model, machine: Machine) -> Deployment:
         cache=cache,
         start_timeout=max(_START_TIMEOUT, config.stall_timeout),
         link_timeout=_link_timeout(config),
-        stall_timeout=_stall_timeout(config, model.config),
+        stall_timeout=_stall_timeout(config, model.sizes),
     )
 
 
-def _shares(config: EngineConfig, model: ModelConfig) -> list[StageShare]:
+def _shares(config: EngineConfig, model: ModelSizes) -> list[StageShare]:
     num_stages = config.pipeline_parallel_size
     check_stage_count(model.num_layers, num_stages)
     if config.layer_partition is None:
-        return stage_shares(balanced_layers(model.num_layers, num_stages, layer_costs(model)))
+        return stage_shares(balanced_layers(num_stages, layer_costs(model)))
     return stage_shares(parse_layer_partition(config.layer_partition, model.num_layers, num_stages))
 
 
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+def _max_model_len(config: EngineConfig, model: ModelSizes) -> int:
     wanted = config.max_model_len
     if config.block_size > (wanted or model.max_positions):
         raise UsageError(
@@ -138,7 +138,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return wanted or model.max_positions
 
 
-def _dtype(config: EngineConfig, model: ModelConfig, machine: Machine) -> str:
+def _dtype(config: EngineConfig, model: ModelSizes, machine: Machine) -> str:
     if config.dtype != "auto":
         return config.dtype
     fast = machine.computes_bfloat16 or machine.native_kernels
@@ -156,18 +156,18 @@ def _microbatches(config: EngineConfig) -> tuple[int, int]:
     return at_start, min(MOST_MICROBATCHES, config.sequences)
 
 
-def _bytes_per_position(config: EngineConfig, model: ModelConfig, dtype: str) -> int:
+def _bytes_per_position(config: EngineConfig, model: ModelSizes, dtype: str) -> int:
     """What all stages together hold for each position of the longest sequence.
 
     Keys and values, a stage's two rotation tables, and its share of the slots' block tables.
     """
     size = 4 if dtype == "float32" else 2
-    cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size
-    tables = 4 * model.head_dim + 8 * config.sequences // config.block_size
+    cache = sum(layer.cache_elements for layer in model.layers) * size
+    tables = 4 * model.rotation_elements + 8 * config.sequences // config.block_size
     return cache + config.pipeline_parallel_size * tables
 
 
-def _stall_timeout(config: EngineConfig, model: ModelConfig) -> float:
+def _stall_timeout(config: EngineConfig, model: ModelSizes) -> float:
     """--stall-timeout, and what a step spends on emulated links at most."""
     emulation = config.link_emulation or LinkEmulation()
     message_s = 2 * emulation.latency_s

@@ -188,11 +188,12 @@ def _reserve_cache(deployment: Deployment, stages: StageProcesses, loaded: list[
 
 def _priors(deployment: Deployment, loaded: list[Loaded]) -> list[StepCost]:
     """What a step is taken to cost each stage, as long as none was measured."""
-    layer = layer_costs(deployment.model.config).layer
+    costs = layer_costs(deployment.model.sizes).layers
     return [
         # Shards compute side by side.
         prior_cost(
-            max(shard.weight_bytes for shard in shards), layer * share.num_layers // len(shards)
+            max(shard.weight_bytes for shard in shards),
+            sum(costs[share.first_layer : share.end_layer]) // len(shards),
         )
         for share, shards in zip(deployment.shares, deployment.ranks.by_stage(loaded), strict=True)
     ]

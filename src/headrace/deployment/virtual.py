@@ -60,7 +60,7 @@ def start_virtual(deployment: Deployment) -> VirtualEngine:
     )
     executor = SyntheticExecutor(
         model.synthetic,
-        model.config.hidden_size,
+        model.sizes.hidden_size,
         getattr(torch, deployment.dtype),
         real_time=False,
     )

@@ -7,9 +7,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from headrace.checkpoint.gguf_file import GgufFile, read_gguf
-from headrace.checkpoint.llama_tensors import check_shape
 from headrace.checkpoint.locate import ModelFiles
 from headrace.checkpoint.safetensors_files import stored_tensors
+from headrace.checkpoint.tensor_check import check_shape
 from headrace.errors import ModelError
 from headrace.protocol.program import StoredTensor
 

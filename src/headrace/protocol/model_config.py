@@ -25,38 +25,6 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     scale: float = 1.0
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and options of a decoder-only transformer.
-
-    max_positions is the longest context it was made for; sliding_window, in positions, None for
-    full attention, which full_attention_layers have even so; attention_bias and mlp_bias say that
-    those biases count that the checkpoint has; dtype is its own ("float32", "bfloat16", "float16").
-    """
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_epsilon: float
-    max_positions: int
-    tied_head: bool
-    attention_bias: bool
-    mlp_bias: bool
-    sliding_window: int | None
-    rope: RopeConfig
-    dtype: str
-    eos_token_ids: tuple[int, ...]
-    full_attention_layers: tuple[int, ...] = ()
-
-    def window_of(self, layer: int) -> int | None:
-        """Positions that this layer attends to, None for all."""
-        return None if layer in self.full_attention_layers else self.sliding_window
-
-
 class StageShare(msgspec.Struct, frozen=True):
     """One stage's part of the model: layers first_layer up to, not including, end_layer."""
 
@@ -79,7 +47,7 @@ class LayerSize(msgspec.Struct, frozen=True, array_like=True):
     cache_elements: int
 
 
-class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
     """What all but the architecture itself may know of a model: numbers.
 
     architecture: its name for people. rotation_elements: of tables that a stage keeps for each

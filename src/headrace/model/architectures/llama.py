@@ -1,100 +1,85 @@
-"""The Llama family: Llama 2 and 3, Mistral, SmolLM2."""
+"""Llama 1 to 3 and all that is built like it, SmolLM2 among them.
 
-from collections.abc import Callable
+GGUF files of Mistral models are files of this architecture, too.
+"""
 
-from headrace.checkpoint.llama_tensors import gguf_name
-from headrace.protocol.model_config import ModelConfig, StageShare
-from headrace.protocol.program import (
-    Add,
-    Attention,
-    CacheShape,
-    Embed,
-    GatedActivation,
-    Linear,
-    Matrix,
-    Norm,
-    Operation,
-    Program,
-    Rotate,
-    StoredTensor,
-    Vector,
+from dataclasses import replace
+from functools import partial
+
+from headrace.checkpoint.config_fields import COMMON_FIELDS
+from headrace.checkpoint.gguf_metadata import GgufMetadata
+from headrace.checkpoint.huggingface_config import HuggingFaceConfig
+from headrace.model.architecture import Architecture, Design
+from headrace.model.blocks import (
+    AttentionOptions,
+    attention,
+    gate_up_product,
+    gated_down,
+    norm,
+    qkv_product,
+    stage_program,
 )
+from headrace.model.decoder import (
+    Decoder,
+    check_activation,
+    sizes_from_gguf,
+    sizes_from_huggingface,
+)
+from headrace.protocol.model_config import RopeConfig, StageShare
+from headrace.protocol.program import Operation, Program, StoredTensor
 
 
-def llama_program(config: ModelConfig, share: StageShare, gguf: bool) -> Program:
-    """A stage's share. gguf: the names and the order of rows are those of a GGUF file."""
-    name_of: Callable[[str], str] = gguf_name if gguf else str
-    hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    queries, keys = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+def _program(
+    decoder: Decoder,
+    rope: RopeConfig,
+    attention_bias: bool,
+    mlp_bias: bool,
+    share: StageShare,
+) -> Program:
+    factors = None
+    if decoder.in_gguf:
+        # Llama 3's stretching, which the converter has worked out.
+        factors = StoredTensor("rope_freqs.weight", (decoder.head_dim // 2,), optional=True)
 
-    def norm(name: str, out: str, delta: str | None) -> Norm:
-        weight = Vector(StoredTensor(name_of(f"{name}.weight"), (hidden,)))
-        return Norm("x", weight, config.rms_norm_epsilon, out, delta)
+    options = AttentionOptions(factors=factors, biased=attention_bias)
 
-    def product(names: list[str], outs: list[int], ins: int, biased: bool) -> Matrix:
-        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if gguf else {}
-        parts, biases = [], []
-        for name, out in zip(names, outs, strict=True):
-            paired = heads.get(name.rsplit(".", 1)[-1], 0)
-            parts.append(StoredTensor(name_of(f"{name}.weight"), (out, ins), paired))
-            if biased:
-                bias = name_of(f"{name}.bias")
-                biases.append(StoredTensor(bias, (out,), paired, optional=True))
-        return Matrix(tuple(parts), tuple(biases))
-
-    def layer(number: int, cache: int) -> list[Operation]:
-        at = f"model.layers.{number}"
-        attention, mlp = f"{at}.self_attn", f"{at}.mlp"
-        biased = config.attention_bias, config.mlp_bias
-        of_heads = [f"{attention}.{part}_proj" for part in "qkv"]
-        qkv = product(of_heads, [queries, keys, keys], hidden, biased[0])
-        output = product([f"{attention}.o_proj"], [hidden], queries, biased[0])
-        gates = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
-        gate_up = product(gates, [inner, inner], hidden, biased[1])
-        down = product([f"{mlp}.down_proj"], [hidden], inner, biased[1])
-        factors = None
-        if gguf:
-            name = "rope_freqs.weight"
-            factors = StoredTensor(name, (config.head_dim // 2,), optional=True)
-        heads, scale = config.num_heads, config.head_dim**-0.5
+    def layer(at: str, number: int, cache: int, delta: str | None) -> list[Operation]:
         return [
-            norm(f"{at}.input_layernorm", "normed", "delta" if cache else None),
-            Linear("normed", qkv, "qkv", "qkv"),
-            Rotate("qkv", heads, config.rope, cache, factors),
-            Attention("qkv", heads, cache, scale, "attended", config.window_of(number)),
-            Linear("attended", output, "delta", "attention_out"),
-            norm(f"{at}.post_attention_layernorm", "normed", "delta"),
-            Linear("normed", gate_up, "gate_up", "gate_up"),
-            GatedActivation("gate_up", "inner", "silu"),
-            Linear("inner", down, "delta", "down"),
+            norm(decoder, f"{at}.input_layernorm", delta=delta),
+            qkv_product(decoder, at, biased=attention_bias),
+            *attention(decoder, at, cache, rope, options),
+            norm(decoder, f"{at}.post_attention_layernorm", delta="delta"),
+            gate_up_product(decoder, at, biased=mlp_bias),
+            *gated_down(decoder, at, biased=mlp_bias),
         ]
 
-    operations: list[Operation] = []
-    table = "model.embed_tokens"
-    if share.embeds:
-        operations.append(Embed(StoredTensor(name_of(f"{table}.weight"), (vocab, hidden))))
-    for cache in range(share.num_layers):
-        operations += layer(share.first_layer + cache, cache)
-    operations.append(Add("x", "delta"))
-    head: list[Operation] = []
-    if share.samples:
-        scores = product([table if config.tied_head else "lm_head"], [vocab], hidden, biased=False)
-        head = [
-            norm("model.norm", "normed", None),
-            Linear("normed", scores, "logits", "head"),
-        ]
-    return Program(
-        hidden_size=hidden,
-        vocab_size=vocab,
-        operations=tuple(operations),
-        head=tuple(head),
-        caches=(CacheShape(config.num_kv_heads, config.head_dim),) * share.num_layers,
-        widths={
-            "normed": hidden,
-            "qkv": queries + 2 * keys,
-            "attended": queries,
-            "delta": hidden,
-            "gate_up": 2 * inner,
-            "inner": inner,
-        },
-    )
+    return stage_program(decoder, share, layer)
+
+
+def _from_huggingface(config: HuggingFaceConfig) -> Design:
+    check_activation(config, "hidden_act", ("silu", "swish"))
+    decoder, rope = sizes_from_huggingface(config)
+    biases = bool(config.values.attention_bias), bool(config.values.mlp_bias)
+    return Design(decoder, partial(_program, decoder, rope, *biases))
+
+
+def _from_gguf(metadata: GgufMetadata) -> Design:
+    decoder, rope = sizes_from_gguf(metadata)
+    # The converter orders queries' and keys' rows for the rotation of neighbours.
+    decoder = replace(decoder, paired_heads=True)
+    # Whichever biases are there are added.
+    return Design(decoder, partial(_program, decoder, rope, True, True))
+
+
+LLAMA = Architecture(
+    name="LlamaForCausalLM",
+    base_name="LlamaModel",
+    model_type="llama",
+    config_class="LlamaConfig",
+    fields=COMMON_FIELDS | {"attention_bias", "mlp_bias"},
+    ignored_fields=frozenset({"sliding_window"}),
+    from_huggingface=_from_huggingface,
+    gguf="llama",
+    ignored_gguf_keys=frozenset({"attention.sliding_window"}),
+    from_gguf=_from_gguf,
+)
