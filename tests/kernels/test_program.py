@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from headrace.kernels.kv_cache import KvCache
+from headrace.model import interpreter
 from headrace.model.architectures.qwen2 import QWEN2
 from headrace.model.bind import Weights, bind
 from headrace.model.interpreter import Interpreter
@@ -85,8 +86,11 @@ def outputs(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 9])
-def test_layers_give_the_same_however_prompts_are_cut(
-    native_path: str, dtype: torch.dtype, window: int | None
+def test_operations_in_one_call_equal_them_one_by_one_however_prompts_are_cut(
+    native_path: str,
+    dtype: torch.dtype,
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program = llama(window)
     model = Interpreter(program, random_weights(program, dtype), dtype, torch.device("cpu"))
@@ -94,6 +98,10 @@ def test_layers_give_the_same_however_prompts_are_cut(
     x = [torch.randn(n, HIDDEN).to(dtype) for n in (40, 7)]
     whole = outputs(model, rows, x, [[], []])
     cut = outputs(model, rows, x, [[1, 33], [2, 6]])
-    for one, several in zip(whole, cut, strict=True):
-        assert one.isfinite().all()
-        assert torch.equal(one, several)
+    with monkeypatch.context() as patch:
+        patch.setattr(interpreter, "is_native", lambda *_: False)
+        one_by_one = outputs(model, rows, x, [[], []])
+    for together, chunks, alone in zip(whole, cut, one_by_one, strict=True):
+        assert together.isfinite().all()
+        assert torch.equal(together, chunks)
+        assert torch.equal(together, alone)

@@ -21,15 +21,15 @@ def rotate_and_write(
     [positions, head_dim / 2], or None to leave them as they are. What the keys' part of qkv holds
     afterwards is undefined.
     """
-    if cos is None or sin is None or not runs_native(qkv.device, qkv.dtype, cache.head_dim):
+    if not runs_native(qkv.device, qkv.dtype, cache.head_dim):
         reference.rotate_and_write(qkv, cos, sin, cache, batch)
         return
     assert path.native is not None
     assert qkv.is_contiguous()
     path.native.rotate_and_write(
         qkv.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
+        0 if cos is None else cos.data_ptr(),
+        0 if sin is None else sin.data_ptr(),
         batch.positions.data_ptr(),
         batch.cache_index.data_ptr(),
         cache.keys.data_ptr(),
@@ -62,7 +62,7 @@ def paged_attention(
     its softmax without a value (gpt-oss). soft_cap: scores become soft_cap * tanh(score / soft_cap)
     (Gemma 2). Fills and returns out [T, heads, head_dim], contiguous.
     """
-    if soft_cap is not None or not runs_native(qkv.device, qkv.dtype, cache.head_dim):
+    if not runs_native(qkv.device, qkv.dtype, cache.head_dim):
         query = qkv[:, : out.shape[1]]
         return out.copy_(
             reference.paged_attention(query, cache, batch, scale, sliding_window, sinks, soft_cap)
@@ -84,6 +84,7 @@ def paged_attention(
         out.shape[1],
         sliding_window or 0,
         scale,
+        soft_cap or 0.0,
         cache.block_size,
         cache.block_rows,
         cache.kv_heads,

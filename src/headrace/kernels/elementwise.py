@@ -11,19 +11,21 @@ def embed(ids: torch.Tensor, table: torch.Tensor, scale: float, out: torch.Tenso
 
     Raises IndexError for an id that the table does not have.
     """
-    if scale != 1 or not path.runs_native(table.device, table.dtype):
+    if not path.runs_native(table.device, table.dtype):
         return out.copy_(reference.embed(ids, table, scale))
     assert path.native is not None
     assert table.is_contiguous()
     least, most = torch.aminmax(ids)
     if int(least) < 0 or int(most) >= len(table):
         raise IndexError(f"token ids from {int(least)} to {int(most)}, there are {len(table)}")
-    path.native.gather(
+    path.native.embed(
         table.data_ptr(),
         ids.data_ptr(),
         out.data_ptr(),
         len(ids),
-        table.stride(0) * table.itemsize,
+        table.shape[1],
+        scale,
+        table.dtype == torch.bfloat16,
     )
     return out
 
@@ -47,8 +49,25 @@ def add_rms_norm(
 
 
 def head_norm(heads: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
-    """rms_norm of each of the heads [T, N, head_dim], in place. weight: [head_dim]."""
-    heads.copy_(reference.rms_norm(heads, weight, epsilon))
+    """rms_norm of each of the heads [T, N, head_dim], in place. weight: [head_dim].
+
+    The heads of a token lie together; between tokens there may be others.
+    """
+    if not path.runs_native(heads.device, heads.dtype):
+        heads.copy_(reference.rms_norm(heads, weight, epsilon))
+        return
+    assert path.native is not None
+    assert heads.stride()[1:] == (heads.shape[2], 1)
+    path.native.head_norm(
+        heads.data_ptr(),
+        weight.data_ptr(),
+        len(heads),
+        heads.stride(0),
+        heads.shape[1],
+        heads.shape[2],
+        epsilon,
+        heads.dtype == torch.bfloat16,
+    )
 
 
 def activate_and_multiply(x: torch.Tensor, activation: str, out: torch.Tensor) -> torch.Tensor:
@@ -56,18 +75,28 @@ def activate_and_multiply(x: torch.Tensor, activation: str, out: torch.Tensor) -
 
     activation: silu, or gelu_tanh.
     """
-    if activation != "silu" or not path.runs_native(x.device, x.dtype):
+    if not path.runs_native(x.device, x.dtype):
         return out.copy_(reference.activate_and_multiply(x, activation))
     assert path.native is not None
-    path.native.silu_and_multiply(
-        x.data_ptr(), out.data_ptr(), x.shape[0], out.shape[1], x.dtype == torch.bfloat16
+    path.native.gate(
+        x.data_ptr(),
+        out.data_ptr(),
+        x.shape[0],
+        out.shape[1],
+        activation,
+        x.dtype == torch.bfloat16,
     )
     return out
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> None:
     """x becomes cap * tanh(x / cap), in place."""
-    x.copy_(reference.soft_cap(x, cap))
+    if not path.runs_native(x.device, x.dtype):
+        x.copy_(reference.soft_cap(x, cap))
+        return
+    assert path.native is not None
+    assert x.is_contiguous()
+    path.native.soft_cap(x.data_ptr(), x.numel(), cap, x.dtype == torch.bfloat16)
 
 
 def _rms_norm(

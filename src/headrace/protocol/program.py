@@ -152,6 +152,19 @@ class SoftCap(msgspec.Struct, tag="soft_cap", frozen=True):
 Operation = Embed | Norm | HeadNorm | Linear | Rotate | Attention | GatedActivation | Add | SoftCap
 
 
+def label(operation: Operation) -> str:
+    """What a profile calls the operation."""
+    match operation:
+        case Linear():
+            return operation.label
+        case GatedActivation():
+            return operation.activation
+        case Add():
+            # The residual's, which elsewhere is part of a norm.
+            return "norm"
+    return str(operation.__struct_config__.tag)
+
+
 class CacheShape(msgspec.Struct, frozen=True, array_like=True):
     """What a layer keeps of each position: keys and values [kv_heads, head_dim]."""
 

@@ -172,6 +172,9 @@ struct Attention {
     for (int64_t block = first_block; block < end_block; block++) {
       float* part = scores + (block - first_block) * rows;
       const int64_t start = block * size;
+      if (args.soft_cap)
+        for (int64_t i = 0; i < rows; i += kLanes)
+          store(part + i, args.soft_cap * hyperbolic_tangent(load(part + i) / args.soft_cap));
       if (start < low || start + rows > high + 1 || size != rows)
         for (int64_t i = 0; i < rows; i++)
           if (i >= size || start + i < low || start + i > high) part[i] = -__builtin_inff();

@@ -51,31 +51,85 @@ void rms_norm(const NormArgs& args) {
 }
 
 template <typename T>
-void add(T* x, const T* delta, int64_t count) {
+void head_norm(const HeadNormArgs& args) {
+  const T* weight = static_cast<const T*>(args.weight);
+  const int64_t width = args.width;
+#pragma omp parallel for if (args.rows * args.heads * width > kWorthThreads)
+  for (int64_t row = 0; row < args.rows; row++)
+    for (int64_t head = 0; head < args.heads; head++) {
+      T* x = static_cast<T*>(args.x) + row * args.stride + head * width;
+      rms_norm_row<T>(x, nullptr, weight, x, width, args.epsilon);
+    }
+}
+
+// y[i] = f(x[i]) for count elements.
+template <typename T, typename F>
+HEADRACE_INLINE void apply(const T* x, T* y, int64_t count, F f) {
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(x + i, load(x + i) + load(delta + i));
-  for (; i < count; i++) x[i] = narrow<T>(widen(x[i]) + widen(delta[i]));
+  for (; i + kLanes <= count; i += kLanes) store(y + i, f(load(x + i)));
+  if (i == count) return;
+  F32 rest = {};
+  for (int64_t k = i; k < count; k++) rest[k - i] = widen(x[k]);
+  rest = f(rest);
+  for (int64_t k = i; k < count; k++) y[k] = narrow<T>(rest[k - i]);
 }
 
 template <typename T>
-void silu_and_multiply_rows(const T* x, T* out, int64_t rows, int64_t width) {
-#pragma omp parallel for if (rows * width > kWorthThreads)
-  for (int64_t row = 0; row < rows; row++) {
-    const T* gate = x + 2 * row * width;
+void add(const AddArgs& args) {
+  T* x = static_cast<T*>(args.x);
+  const T* delta = static_cast<const T*>(args.delta);
+  int64_t i = 0;
+  for (; i + kLanes <= args.count; i += kLanes) store(x + i, load(x + i) + load(delta + i));
+  for (; i < args.count; i++) x[i] = narrow<T>(widen(x[i]) + widen(delta[i]));
+}
+
+template <typename T>
+void soft_cap(const SoftCapArgs& args) {
+  T* x = static_cast<T*>(args.x);
+  const float cap = args.cap;
+  constexpr int64_t kPiece = 4096;
+#pragma omp parallel for if (args.count > kWorthThreads)
+  for (int64_t at = 0; at < args.count; at += kPiece)
+    apply(x + at, x + at, smaller(kPiece, args.count - at),
+          [cap](F32 v) __attribute__((always_inline)) { return cap * hyperbolic_tangent(v / cap); });
+}
+
+HEADRACE_INLINE F32 sigmoid(F32 x) { return 1.0f / (1.0f + exponential(-x)); }
+
+// x / 2 (1 + tanh(u)) is x sigmoid(2 u), with nothing lost where tanh is near -1.
+HEADRACE_INLINE F32 gelu_tanh(F32 x) {
+  const float two_root = 1.5957691216057308f;  // 2 sqrt(2 / pi)
+  return x * sigmoid(two_root * (x + 0.044715f * x * x * x));
+}
+
+template <typename T, typename F>
+HEADRACE_INLINE void gate_rows(const GateArgs& args, F activate) {
+  const int64_t width = args.width;
+#pragma omp parallel for if (args.rows * width > kWorthThreads)
+  for (int64_t row = 0; row < args.rows; row++) {
+    const T* gate = static_cast<const T*>(args.x) + 2 * row * width;
     const T* up = gate + width;
-    T* to = out + row * width;
+    T* to = static_cast<T*>(args.out) + row * width;
     int64_t i = 0;
-    for (; i + kLanes <= width; i += kLanes) {
-      const F32 g = load(gate + i);
-      store(to + i, round_to<T>(g / (1.0f + exponential(-g))) * load(up + i));
-    }
+    for (; i + kLanes <= width; i += kLanes)
+      store(to + i, round_to<T>(activate(load(gate + i))) * load(up + i));
     if (i < width) {
       F32 g = {}, u = {};
       for (int64_t k = i; k < width; k++) g[k - i] = widen(gate[k]), u[k - i] = widen(up[k]);
-      const F32 y = round_to<T>(g / (1.0f + exponential(-g))) * u;
+      const F32 y = round_to<T>(activate(g)) * u;
       for (int64_t k = i; k < width; k++) to[k] = narrow<T>(y[k - i]);
     }
   }
+}
+
+template <typename T>
+void gate(const GateArgs& args) {
+  if (args.activation == Activation::kSilu)
+    gate_rows<T>(args, [](F32 g) __attribute__((always_inline)) {
+      return g / (1.0f + exponential(-g));
+    });
+  else
+    gate_rows<T>(args, [](F32 g) __attribute__((always_inline)) { return gelu_tanh(g); });
 }
 
 template <typename T>
@@ -122,10 +176,12 @@ void rotate_and_write(const RotateArgs& args) {
 #pragma omp parallel for if (args.tokens * stride > kWorthThreads)
   for (int64_t token = 0; token < args.tokens; token++) {
     T* row = static_cast<T*>(args.qkv) + token * stride;
-    const float* cos = args.cos + args.positions[token] * half;
-    const float* sin = args.sin + args.positions[token] * half;
-    for (int64_t h = 0; h < args.heads + shape.kv_heads; h++)
-      rotate_head(row + h * dim, half, cos, sin);
+    if (args.cos) {
+      const float* cos = args.cos + args.positions[token] * half;
+      const float* sin = args.sin + args.positions[token] * half;
+      for (int64_t h = 0; h < args.heads + shape.kv_heads; h++)
+        rotate_head(row + h * dim, half, cos, sin);
+    }
     const int64_t block = args.cache_index[token] / shape.block_size;
     const int64_t offset = args.cache_index[token] % shape.block_size;
     for (int64_t h = 0; h < shape.kv_heads; h++) {
@@ -141,12 +197,19 @@ void rotate_and_write(const RotateArgs& args) {
   }
 }
 
-inline void gather(const void* table, const int64_t* ids, void* out, int64_t rows,
-                   int64_t row_bytes) {
-  const char* from = static_cast<const char*>(table);
-  char* to = static_cast<char*>(out);
-  for (int64_t row = 0; row < rows; row++)
-    __builtin_memcpy(to + row * row_bytes, from + ids[row] * row_bytes, row_bytes);
+template <typename T>
+void embed(const EmbedArgs& args) {
+  const int64_t width = args.width;
+  // As a number of the table's type.
+  const float scale = widen(narrow<T>(args.scale));
+  for (int64_t row = 0; row < args.rows; row++) {
+    const T* from = static_cast<const T*>(args.table) + args.ids[row] * width;
+    T* to = static_cast<T*>(args.out) + row * width;
+    if (scale == 1.0f)
+      __builtin_memcpy(to, from, width * sizeof(T));
+    else
+      apply(from, to, width, [scale](F32 v) __attribute__((always_inline)) { return v * scale; });
+  }
 }
 
 }  // namespace

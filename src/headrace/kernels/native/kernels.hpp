@@ -3,10 +3,24 @@
 
 #include <stdint.h>
 
-// Element types of activations, weights and caches.
+// Element types of activations and of what has the same type as they, and of caches.
 enum class Type : int { kFloat32 = 0, kBfloat16 = 1 };
 
-// y [rows, outs] = x [rows, ins] W^T + bias [outs] or none, W packed by pack().
+// How a packed weight holds its numbers.
+enum class WeightKind : int { kFloat32 = 0, kBfloat16 = 1 };
+
+// out [rows, width] = rows of the table [vocab, width] at the ids, times scale.
+struct EmbedArgs {
+  const void* table;
+  const int64_t* ids;
+  void* out;
+  int64_t rows, width;
+  float scale;
+  Type type;
+};
+
+// y [rows, outs] = x [rows, ins] W^T + bias [outs] or none, W packed by pack(). type: of x, y and
+// bias. There are kernels for kinds that hold the numbers as x does.
 struct LinearArgs {
   const void* x;
   const void* packed;
@@ -14,6 +28,7 @@ struct LinearArgs {
   void* y;
   int64_t rows, ins, outs;
   Type type;
+  WeightKind weights;
 };
 
 // out = x / rms(x) * weight by rows; if delta is given x += delta first, in place.
@@ -27,15 +42,53 @@ struct NormArgs {
   Type type;
 };
 
-// The shape of a paged cache, all layers the same. Keys of a block and head are
+// The norm of each head of x [rows, heads, width], rows `stride` apart, in place.
+struct HeadNormArgs {
+  void* x;
+  const void* weight;
+  int64_t rows, stride, heads, width;
+  float epsilon;
+  Type type;
+};
+
+enum class Activation : int { kSilu = 0, kGeluTanh = 1 };
+
+// out [rows, width] = activation(gate) * up of x [rows, 2 width], gate first.
+struct GateArgs {
+  const void* x;
+  void* out;
+  int64_t rows, width;
+  Activation activation;
+  Type type;
+};
+
+// x += delta, elementwise.
+struct AddArgs {
+  void* x;
+  const void* delta;
+  int64_t count;
+  Type type;
+};
+
+// x = cap * tanh(x / cap), elementwise.
+struct SoftCapArgs {
+  void* x;
+  int64_t count;
+  float cap;
+  Type type;
+};
+
+// A paged cache of one layer. Keys of a block and head are
 // [head_dim / pair][block_rows][pair], values [block_rows / pair][head_dim][pair]: pair is 2 for
 // bfloat16 and 1 for float32, block_rows is block_size rounded up to a multiple of 16.
+// There are kernels for caches of the activations' type.
 struct CacheShape {
   int64_t block_size, block_rows, kv_heads, head_dim;
+  Type type;
 };
 
 // qkv [tokens, heads + 2 kv_heads, head_dim]: queries are rotated in place, rotated keys and values
-// go to the cache. cos, sin: float32 [positions, head_dim / 2].
+// go to the cache. cos, sin: float32 [positions, head_dim / 2], or none: then as they are.
 struct RotateArgs {
   void* qkv;
   const float* cos;
@@ -51,7 +104,7 @@ struct RotateArgs {
 
 // Causal attention of tokens over their rows' blocks; q [tokens, heads, head_dim] with a stride
 // between tokens, out dense. block_tables: [rows, table_width]. window: 0 for none.
-// sinks: float32 [heads] or none.
+// sinks: float32 [heads] or none. soft_cap: of scores, 0 for none.
 struct AttentionArgs {
   const void* q;
   int64_t q_stride;
@@ -64,7 +117,7 @@ struct AttentionArgs {
   const float* sinks;
   void* out;
   int64_t rows, heads, window;
-  float scale;
+  float scale, soft_cap;
   CacheShape cache;
   Type type;
 };
@@ -92,16 +145,16 @@ struct ChooseArgs {
 struct Kernels {
   const char* name;
   int panel;
-  void (*pack)(const void* weight, void* packed, int64_t outs, int64_t ins, Type type);
+  void (*pack)(const void* weight, void* packed, int64_t outs, int64_t ins, WeightKind weights);
+  void (*embed)(const EmbedArgs&);
   void (*linear)(const LinearArgs&);
   void (*rms_norm)(const NormArgs&);
+  void (*head_norm)(const HeadNormArgs&);
   void (*rotate_and_write)(const RotateArgs&);
   void (*attention)(const AttentionArgs&);
-  // x += delta, elementwise.
-  void (*add)(void* x, const void* delta, int64_t count, Type type);
-  void (*silu_and_multiply)(const void* x, void* out, int64_t rows, int64_t width, Type type);
-  void (*gather)(const void* table, const int64_t* ids, void* out, int64_t rows,
-                 int64_t row_bytes);
+  void (*gate)(const GateArgs&);
+  void (*add)(const AddArgs&);
+  void (*soft_cap)(const SoftCapArgs&);
   void (*choose)(const ChooseArgs&);
 };
 

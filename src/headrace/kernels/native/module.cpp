@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "kernels.hpp"
-#include "layers.hpp"
+#include "program.hpp"
 
 namespace nb = nanobind;
 
@@ -61,25 +61,136 @@ void use_path(const std::string& name) {
 // A process has one stage, and a stage one thread that computes.
 Profile profile;
 
-const char* const kPartNames[kParts] = {"qkv",     "rotate", "attention", "attention_out",
-                                        "gate_up", "silu",   "down",      "norm"};
-
-// Seconds by part since this was called last.
+// Seconds by label since this was called last.
 nb::dict take_profile() {
   nb::dict parts;
-  for (int part = 0; part < kParts; part++) parts[kPartNames[part]] = profile.seconds[part];
-  profile = Profile();
+  for (size_t i = 0; i < profile.labels.size(); i++) {
+    parts[profile.labels[i].c_str()] = profile.seconds[i];
+    profile.seconds[i] = 0;
+  }
   return parts;
 }
 
-using ProductTuple = std::tuple<Address, Address, int64_t, int64_t>;
+Type type_of(bool bfloat16) { return bfloat16 ? Type::kBfloat16 : Type::kFloat32; }
 
-Product product_of(const ProductTuple& parts) {
-  const auto& [packed, bias, outs, ins] = parts;
-  return {at(packed), at(bias), outs, ins};
+WeightKind kind_of(bool bfloat16) {
+  return bfloat16 ? WeightKind::kBfloat16 : WeightKind::kFloat32;
 }
 
-Type type_of(bool bfloat16) { return bfloat16 ? Type::kBfloat16 : Type::kFloat32; }
+Activation activation_of(const std::string& name) {
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  throw nb::value_error(("there is no activation " + name).c_str());
+}
+
+// Operations are given all but what steps bring. The program's type is the activations'.
+struct ProgramBuilder {
+  Program program;
+  Type type;
+
+  void add(const std::string& label, Places places, Args args, int64_t offset = 0,
+           int64_t vocab = 0) {
+    program.operations.push_back({args, places, profile.index(label), offset, vocab});
+  }
+  void require(bool same, const char* what) const {
+    if (!same) throw nb::value_error((std::string("no kernel takes such ") + what).c_str());
+  }
+};
+
+void define_program(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<Step>(m, "Step")
+      .def("__init__",
+           [](Step* step, const std::vector<Address>& buffers, int64_t tokens, Address ids,
+              Address positions, Address cache_index, Address block_tables,
+              int64_t table_width, Address query_starts, Address context_lens, int64_t rows) {
+             new (step) Step{{}, at<int64_t>(ids), at<int64_t>(positions),
+                             at<int64_t>(cache_index), at<int64_t>(block_tables), table_width,
+                             at<int64_t>(query_starts), at<int64_t>(context_lens), tokens, rows};
+             for (Address buffer : buffers) step->buffers.push_back(at(buffer));
+           },
+           "buffers"_a, "tokens"_a, "ids"_a = 0, "positions"_a = 0, "cache_index"_a = 0,
+           "block_tables"_a = 0, "table_width"_a = 0, "query_starts"_a = 0,
+           "context_lens"_a = 0, "rows"_a = 0)
+      .def("put", [](Step& step, int place, Address buffer) {
+        step.buffers.at(place) = at(buffer);
+      }, "A buffer is elsewhere from now on.");
+
+  nb::class_<ProgramBuilder>(m, "Program")
+      .def("__init__", [](ProgramBuilder* to, bool bfloat16) {
+        new (to) ProgramBuilder{{}, type_of(bfloat16)};
+      }, "bfloat16"_a)
+      .def("embed", [](ProgramBuilder& to, const std::string& label, int out, Address table,
+                       int64_t vocab, int64_t width, float scale) {
+        to.add(label, {-1, -1, out}, EmbedArgs{at(table), {}, {}, 0, width, scale, to.type}, 0,
+               vocab);
+      }, "label"_a, "out"_a, "table"_a, "vocab"_a, "width"_a, "scale"_a)
+      .def("norm", [](ProgramBuilder& to, const std::string& label, int source, int delta,
+                      int out, Address weight, int64_t width, float epsilon) {
+        to.add(label, {source, delta, out},
+               NormArgs{{}, {}, at(weight), {}, 0, width, epsilon, to.type});
+      }, "label"_a, "source"_a, "delta"_a, "out"_a, "weight"_a, "width"_a, "epsilon"_a)
+      .def("head_norm", [](ProgramBuilder& to, const std::string& label, int buffer,
+                           Address weight, int64_t stride, int64_t first, int64_t heads,
+                           int64_t head_dim, float epsilon) {
+        to.add(label, {buffer, -1, -1},
+               HeadNormArgs{{}, at(weight), 0, stride, heads, head_dim, epsilon, to.type},
+               first * head_dim);
+      }, "label"_a, "buffer"_a, "weight"_a, "stride"_a, "first"_a, "heads"_a, "head_dim"_a,
+         "epsilon"_a)
+      .def("linear", [](ProgramBuilder& to, const std::string& label, int source, int out,
+                        Address packed, Address bias, int64_t outs, int64_t ins,
+                        bool bfloat16_weights) {
+        to.require(type_of(bfloat16_weights) == to.type, "weights");
+        to.add(label, {source, -1, out},
+               LinearArgs{{}, at(packed), at(bias), {}, 0, ins, outs, to.type,
+                          kind_of(bfloat16_weights)});
+      }, "label"_a, "source"_a, "out"_a, "packed"_a, "bias"_a, "outs"_a, "ins"_a,
+         "bfloat16_weights"_a)
+      .def("rotate", [](ProgramBuilder& to, const std::string& label, int qkv, int64_t heads,
+                        Address cos, Address sin, Address keys, Address values,
+                        int64_t block_size, int64_t block_rows, int64_t kv_heads,
+                        int64_t head_dim, bool bfloat16_cache) {
+        to.require(type_of(bfloat16_cache) == to.type, "caches");
+        to.add(label, {qkv, -1, -1},
+               RotateArgs{{}, at<float>(cos), at<float>(sin), {}, {}, at(keys), at(values), 0,
+                          heads, {block_size, block_rows, kv_heads, head_dim,
+                                  type_of(bfloat16_cache)}, to.type});
+      }, "label"_a, "qkv"_a, "heads"_a, "cos"_a, "sin"_a, "keys"_a, "values"_a, "block_size"_a,
+         "block_rows"_a, "kv_heads"_a, "head_dim"_a, "bfloat16_cache"_a)
+      .def("attention", [](ProgramBuilder& to, const std::string& label, int qkv, int out,
+                           int64_t heads, Address keys, Address values, Address sinks,
+                           int64_t window, float scale, float soft_cap, int64_t block_size,
+                           int64_t block_rows, int64_t kv_heads, int64_t head_dim,
+                           bool bfloat16_cache) {
+        to.require(type_of(bfloat16_cache) == to.type, "caches");
+        to.add(label, {qkv, -1, out},
+               AttentionArgs{{}, (heads + 2 * kv_heads) * head_dim, at(keys), at(values), {}, 0,
+                             {}, {}, at<float>(sinks), {}, 0, heads, window, scale, soft_cap,
+                             {block_size, block_rows, kv_heads, head_dim,
+                              type_of(bfloat16_cache)}, to.type});
+      }, "label"_a, "qkv"_a, "out"_a, "heads"_a, "keys"_a, "values"_a, "sinks"_a, "window"_a,
+         "scale"_a, "soft_cap"_a, "block_size"_a, "block_rows"_a, "kv_heads"_a, "head_dim"_a,
+         "bfloat16_cache"_a)
+      .def("gate", [](ProgramBuilder& to, const std::string& label, int source, int out,
+                      int64_t width, const std::string& activation) {
+        to.add(label, {source, -1, out},
+               GateArgs{{}, {}, 0, width, activation_of(activation), to.type});
+      }, "label"_a, "source"_a, "out"_a, "width"_a, "activation"_a)
+      .def("add", [](ProgramBuilder& to, const std::string& label, int out, int delta,
+                     int64_t width) {
+        to.add(label, {-1, delta, out}, AddArgs{{}, {}, width, to.type});
+      }, "label"_a, "out"_a, "delta"_a, "width"_a)
+      .def("soft_cap", [](ProgramBuilder& to, const std::string& label, int buffer,
+                          int64_t width, float cap) {
+        to.add(label, {-1, -1, buffer}, SoftCapArgs{{}, width, cap, to.type});
+      }, "label"_a, "buffer"_a, "width"_a, "cap"_a)
+      .def("run", [](const ProgramBuilder& built, const Step& step) {
+        run(*path, built.program, step, profile);
+      }, nb::call_guard<nb::gil_scoped_release>());
+  m.def("take_profile", take_profile,
+        "Seconds that programs spent by label, since the last call.");
+}
 
 }  // namespace
 
@@ -93,23 +204,32 @@ NB_MODULE(_native, m) {
     return panels * path->panel * (bfloat16 ? (ins + 1) / 2 * 2 : ins);
   }, "Elements that pack() writes for a weight [outs, ins].");
   m.def("pack", [](Address weight, Address packed, int64_t outs, int64_t ins, bool bfloat16) {
-    path->pack(at(weight), at(packed), outs, ins, type_of(bfloat16));
+    path->pack(at(weight), at(packed), outs, ins, kind_of(bfloat16));
   }, nb::call_guard<nb::gil_scoped_release>());
   m.def("linear", [](Address x, Address packed, Address bias, Address y, int64_t rows, int64_t outs,
                      int64_t ins, bool bfloat16) {
-    path->linear({at(x), at(packed), at(bias), at(y), rows, ins, outs, type_of(bfloat16)});
+    path->linear({at(x), at(packed), at(bias), at(y), rows, ins, outs, type_of(bfloat16),
+                  kind_of(bfloat16)});
   }, nb::call_guard<nb::gil_scoped_release>());
   m.def("rms_norm", [](Address x, Address delta, Address weight, Address out, int64_t rows,
                        int64_t width, float epsilon, bool bfloat16) {
     path->rms_norm({at(x), at(delta), at(weight), at(out), rows, width, epsilon,
                     type_of(bfloat16)});
   }, nb::call_guard<nb::gil_scoped_release>());
-  m.def("silu_and_multiply", [](Address x, Address out, int64_t rows, int64_t width,
-                                bool bfloat16) {
-    path->silu_and_multiply(at(x), at(out), rows, width, type_of(bfloat16));
+  m.def("head_norm", [](Address x, Address weight, int64_t rows, int64_t stride, int64_t heads,
+                        int64_t width, float epsilon, bool bfloat16) {
+    path->head_norm({at(x), at(weight), rows, stride, heads, width, epsilon, type_of(bfloat16)});
   }, nb::call_guard<nb::gil_scoped_release>());
-  m.def("gather", [](Address table, Address ids, Address out, int64_t rows, int64_t row_bytes) {
-    path->gather(at(table), at<int64_t>(ids), at(out), rows, row_bytes);
+  m.def("gate", [](Address x, Address out, int64_t rows, int64_t width,
+                   const std::string& activation, bool bfloat16) {
+    path->gate({at(x), at(out), rows, width, activation_of(activation), type_of(bfloat16)});
+  }, nb::call_guard<nb::gil_scoped_release>());
+  m.def("soft_cap", [](Address x, int64_t count, float cap, bool bfloat16) {
+    path->soft_cap({at(x), count, cap, type_of(bfloat16)});
+  }, nb::call_guard<nb::gil_scoped_release>());
+  m.def("embed", [](Address table, Address ids, Address out, int64_t rows, int64_t width,
+                    float scale, bool bfloat16) {
+    path->embed({at(table), at<int64_t>(ids), at(out), rows, width, scale, type_of(bfloat16)});
   }, nb::call_guard<nb::gil_scoped_release>());
   m.def("choose", [](Address logits, int64_t stride, int64_t width, Address choices,
                      int64_t count, Address tokens, bool bfloat16) {
@@ -122,69 +242,26 @@ NB_MODULE(_native, m) {
                                int64_t kv_heads, int64_t head_dim, bool bfloat16) {
     path->rotate_and_write({at(qkv), at<float>(cos), at<float>(sin), at<int64_t>(positions),
                             at<int64_t>(cache_index), at(keys), at(values), tokens, heads,
-                            {block_size, block_rows, kv_heads, head_dim}, type_of(bfloat16)});
+                            {block_size, block_rows, kv_heads, head_dim, type_of(bfloat16)},
+                            type_of(bfloat16)});
   }, nb::call_guard<nb::gil_scoped_release>());
   m.def("attention", [](Address q, int64_t q_stride, Address keys, Address values,
                         Address block_tables, int64_t table_width, Address query_starts,
                         Address context_lens, Address sinks, Address out, int64_t rows,
-                        int64_t heads, int64_t window, float scale, int64_t block_size,
+                        int64_t heads, int64_t window, float scale, float soft_cap,
+                        int64_t block_size,
                         int64_t block_rows, int64_t kv_heads, int64_t head_dim, bool bfloat16) {
     path->attention({at(q), q_stride, at(keys), at(values), at<int64_t>(block_tables), table_width,
                      at<int64_t>(query_starts), at<int64_t>(context_lens), at<float>(sinks),
-                     at(out), rows, heads, window, scale,
-                     {block_size, block_rows, kv_heads, head_dim}, type_of(bfloat16)});
+                     at(out), rows, heads, window, scale, soft_cap,
+                     {block_size, block_rows, kv_heads, head_dim, type_of(bfloat16)},
+                     type_of(bfloat16)});
   }, nb::call_guard<nb::gil_scoped_release>());
 
-  nb::class_<LayerStack>(m, "LayerStack")
-      .def("__init__", [](LayerStack* stack, int64_t heads, int64_t window, float scale,
-                          float epsilon, int64_t block_size, int64_t block_rows,
-                          int64_t kv_heads, int64_t head_dim, bool bfloat16) {
-        new (stack) LayerStack{heads, window, scale, epsilon,
-                               {block_size, block_rows, kv_heads, head_dim},
-                               type_of(bfloat16), {}};
-      })
-      .def("add", [](LayerStack& stack, Address attention_norm, const ProductTuple& qkv,
-                     const ProductTuple& attention_out, Address mlp_norm,
-                     const ProductTuple& gate_up, const ProductTuple& down, Address keys,
-                     Address values) {
-        stack.layers.push_back({at(attention_norm), product_of(qkv), product_of(attention_out),
-                                at(mlp_norm), product_of(gate_up), product_of(down), at(keys),
-                                at(values)});
-      });
-  m.def("run_layers", [](const LayerStack& stack, Address x, Address normed, Address qkv,
-                         Address attended, Address gate_up, Address inner, Address delta,
-                         Address cos, Address sin, Address positions, Address cache_index,
-                         Address block_tables, int64_t table_width, Address query_starts,
-                         Address context_lens, int64_t tokens, int64_t rows) {
-    RotateArgs rotate{};
-    rotate.cos = at<float>(cos);
-    rotate.sin = at<float>(sin);
-    rotate.positions = at<int64_t>(positions);
-    rotate.cache_index = at<int64_t>(cache_index);
-    rotate.tokens = tokens;
-    rotate.heads = stack.heads;
-    rotate.cache = stack.cache;
-    rotate.type = stack.type;
-    AttentionArgs attention{};
-    attention.q_stride = (stack.heads + 2 * stack.cache.kv_heads) * stack.cache.head_dim;
-    attention.block_tables = at<int64_t>(block_tables);
-    attention.table_width = table_width;
-    attention.query_starts = at<int64_t>(query_starts);
-    attention.context_lens = at<int64_t>(context_lens);
-    attention.rows = rows;
-    attention.heads = stack.heads;
-    attention.window = stack.window;
-    attention.scale = stack.scale;
-    attention.cache = stack.cache;
-    attention.type = stack.type;
-    run_layers(*path, stack,
-               {at(x), at(normed), at(qkv), at(attended), at(gate_up), at(inner), at(delta)},
-               rotate, attention, tokens, profile);
-  }, nb::call_guard<nb::gil_scoped_release>());
+  define_program(m);
 #ifdef _OPENMP
   m.attr("threaded") = true;
 #else
   m.attr("threaded") = false;
 #endif
-  m.def("take_profile", take_profile, "Seconds that run_layers spent by part, since the last call.");
 }

@@ -12,33 +12,25 @@ namespace {
 #define HEADRACE_BY_TYPE(type, kernel, ...) \
   (type) == Type::kBfloat16 ? kernel<Bf16>(__VA_ARGS__) : kernel<float>(__VA_ARGS__)
 
-void pack_any(const void* weight, void* packed, int64_t outs, int64_t ins, Type type) {
-  HEADRACE_BY_TYPE(type, pack, weight, packed, outs, ins);
+void pack_any(const void* weight, void* packed, int64_t outs, int64_t ins, WeightKind weights) {
+  weights == WeightKind::kBfloat16 ? pack<Bf16>(weight, packed, outs, ins)
+                                   : pack<float>(weight, packed, outs, ins);
 }
+void embed_any(const EmbedArgs& args) { HEADRACE_BY_TYPE(args.type, embed, args); }
 void linear_any(const LinearArgs& args) { HEADRACE_BY_TYPE(args.type, linear, args); }
 void rms_norm_any(const NormArgs& args) { HEADRACE_BY_TYPE(args.type, rms_norm, args); }
+void head_norm_any(const HeadNormArgs& args) { HEADRACE_BY_TYPE(args.type, head_norm, args); }
 void rotate_any(const RotateArgs& args) { HEADRACE_BY_TYPE(args.type, rotate_and_write, args); }
 void attention_any(const AttentionArgs& args) { HEADRACE_BY_TYPE(args.type, attention, args); }
 
-void add_any(void* x, const void* delta, int64_t count, Type type) {
-  if (type == Type::kBfloat16)
-    add(static_cast<Bf16*>(x), static_cast<const Bf16*>(delta), count);
-  else
-    add(static_cast<float*>(x), static_cast<const float*>(delta), count);
-}
-
-void silu_any(const void* x, void* out, int64_t rows, int64_t width, Type type) {
-  if (type == Type::kBfloat16)
-    silu_and_multiply_rows(static_cast<const Bf16*>(x), static_cast<Bf16*>(out), rows, width);
-  else
-    silu_and_multiply_rows(static_cast<const float*>(x), static_cast<float*>(out), rows, width);
-}
-
+void gate_any(const GateArgs& args) { HEADRACE_BY_TYPE(args.type, gate, args); }
+void add_any(const AddArgs& args) { HEADRACE_BY_TYPE(args.type, add, args); }
+void soft_cap_any(const SoftCapArgs& args) { HEADRACE_BY_TYPE(args.type, soft_cap, args); }
 void choose_any(const ChooseArgs& args) { HEADRACE_BY_TYPE(args.type, choose, args); }
 
 }  // namespace
 
 extern const Kernels HEADRACE_TABLE = {
-    HEADRACE_NAME, kPanel,        pack_any, linear_any, rms_norm_any,
-    rotate_any,    attention_any, add_any, silu_any, gather,     choose_any,
+    HEADRACE_NAME, kPanel,        pack_any, embed_any, linear_any,   rms_norm_any, head_norm_any,
+    rotate_any,    attention_any, gate_any, add_any,   soft_cap_any, choose_any,
 };

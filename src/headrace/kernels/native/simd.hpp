@@ -142,4 +142,19 @@ HEADRACE_INLINE F32 exponential(F32 x) {
   return x < lowest ? F32{} : grown;
 }
 
+// tanh(x) to about one unit in the last place: by a polynomial near 0, else by e^2x (Cephes, tanhf.c).
+HEADRACE_INLINE F32 hyperbolic_tangent(F32 x) {
+  const F32 size = x < 0.0f ? -x : x;
+  const F32 by_power = 1.0f - 2.0f / (exponential(size + size) + 1.0f);
+  const F32 far = x < 0.0f ? -by_power : by_power;
+  const F32 square = x * x;
+  F32 p = broadcast(-5.70498872745e-3f);
+  p = p * square + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  const F32 near = p * square * x + x;
+  return size < 0.625f ? near : far;
+}
+
 }  // namespace

@@ -1,0 +1,168 @@
+"""What each operation means: by kernels/*.py, one call a kernel, on any device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headrace.kernels import elementwise
+from headrace.kernels.attention import paged_attention, rotate_and_write
+from headrace.kernels.batch import AttentionBatch
+from headrace.kernels.kv_cache import KvCache
+from headrace.model.bind import Weights, rotation_of
+from headrace.model.buffers import Buffers
+from headrace.protocol import program
+from headrace.protocol.program import Operation, Program
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A stage's program with all that its operations refer to. dtype: of activations."""
+
+    program: Program
+    weights: Weights
+    caches: list[KvCache]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Step:
+    """What operations work on: ids int64 [T] on the first stage, buffers by place, the batch.
+
+    native: the same for native programs, if there are any.
+    """
+
+    ids: torch.Tensor | None
+    buffers: list[torch.Tensor]
+    batch: AttentionBatch | None
+    native: Any
+
+
+# An operation with its weights, cache and places of buffers, which are looked up once.
+Work = Callable[[Step], None]
+
+
+def work_of(operation: Operation, bound: Bound, buffers: Buffers) -> Work:
+    """The operation by kernels/*.py, one call a kernel."""
+    weights = bound.weights
+    match operation:
+        case program.Embed():
+            return _embed(operation, weights, buffers)
+        case program.Norm():
+            return _norm(operation, weights, buffers)
+        case program.HeadNorm():
+            return _head_norm(operation, weights, buffers)
+        case program.Linear():
+            return _linear(operation, weights, buffers)
+        case program.Rotate():
+            return _rotate(operation, bound, buffers)
+        case program.Attention():
+            return _attention(operation, bound, buffers)
+        case program.GatedActivation(activation=activation):
+            source, out = buffers.place(operation.source), buffers.place(operation.out)
+
+            def activate(step: Step) -> None:
+                elementwise.activate_and_multiply(
+                    step.buffers[source], activation, step.buffers[out]
+                )
+
+            return activate
+        case program.Add():
+            to, added = buffers.place(operation.to), buffers.place(operation.source)
+
+            def add(step: Step) -> None:
+                step.buffers[to].add_(step.buffers[added])
+
+            return add
+        case program.SoftCap(cap=cap):
+            capped = buffers.place(operation.buffer)
+            return lambda step: elementwise.soft_cap(step.buffers[capped], cap)
+
+
+def _embed(operation: program.Embed, weights: Weights, buffers: Buffers) -> Work:
+    table, scale, x = weights.tables[operation.table], operation.scale, buffers.place("x")
+
+    def work(step: Step) -> None:
+        assert step.ids is not None
+        elementwise.embed(step.ids, table, scale, step.buffers[x])
+
+    return work
+
+
+def _norm(operation: program.Norm, weights: Weights, buffers: Buffers) -> Work:
+    weight, epsilon = weights.vectors[operation.weight], operation.epsilon
+    source, out = buffers.place(operation.source), buffers.place(operation.out)
+    if operation.delta is None:
+
+        def work(step: Step) -> None:
+            elementwise.rms_norm(step.buffers[source], weight, epsilon, step.buffers[out])
+
+        return work
+    delta = buffers.place(operation.delta)
+
+    def adding(step: Step) -> None:
+        elementwise.add_rms_norm(
+            step.buffers[source], step.buffers[delta], weight, epsilon, step.buffers[out]
+        )
+
+    return adding
+
+
+def _head_norm(operation: program.HeadNorm, weights: Weights, buffers: Buffers) -> Work:
+    weight, epsilon = weights.vectors[operation.weight], operation.epsilon
+    heads = buffers.place(operation.buffer, operation.head_dim)
+    first, end = operation.first, operation.first + operation.heads
+
+    def work(step: Step) -> None:
+        elementwise.head_norm(step.buffers[heads][:, first:end], weight, epsilon)
+
+    return work
+
+
+def _linear(operation: program.Linear, weights: Weights, buffers: Buffers) -> Work:
+    linear = weights.matrices[operation.weight]
+    source, out = buffers.place(operation.source), buffers.place(operation.out)
+    views = buffers.views(operation.out)
+
+    def work(step: Step) -> None:
+        own = step.buffers
+        room = own[out]
+        result = linear(own[source], room)
+        if result is not room:
+            own[out] = result
+            if step.native is not None:
+                step.native.put(out, result.data_ptr())
+            for view, head_dim in views:
+                own[view] = result.view(len(result), -1, head_dim)
+
+    return work
+
+
+def _rotate(operation: program.Rotate, bound: Bound, buffers: Buffers) -> Work:
+    cache = bound.caches[operation.cache]
+    qkv = buffers.place(operation.qkv, cache.head_dim)
+    rotation = rotation_of(bound.program, operation)
+    cos, sin = (None, None) if rotation is None else bound.weights.rotations[rotation]
+
+    def work(step: Step) -> None:
+        assert step.batch is not None
+        rotate_and_write(step.buffers[qkv], cos, sin, cache, step.batch)
+
+    return work
+
+
+def _attention(operation: program.Attention, bound: Bound, buffers: Buffers) -> Work:
+    cache, scale = bound.caches[operation.cache], operation.scale
+    qkv = buffers.place(operation.qkv, cache.head_dim)
+    out = buffers.place(operation.out, cache.head_dim)
+    window, soft_cap = operation.window, operation.soft_cap
+    sinks = None if operation.sinks is None else bound.weights.sinks[operation.sinks]
+
+    def work(step: Step) -> None:
+        assert step.batch is not None
+        own = step.buffers
+        paged_attention(own[qkv], cache, step.batch, scale, window, sinks, soft_cap, own[out])
+
+    return work
