@@ -1,5 +1,6 @@
 """Which kernels a process takes, as a user chooses and sees it."""
 
+import ast
 import json
 import os
 import subprocess
@@ -114,6 +115,26 @@ def test_without_the_extension_the_reference_may_be_named_and_nothing_else(
     monkeypatch.setenv(PATH_VARIABLE, "portable")
     with pytest.raises(StartError, match=r"have torch$"):
         path.choose_path()
+
+
+@pytest.mark.skipif(not path.has_native(), reason="native kernels are not built")
+def test_the_stub_names_what_the_extension_has_and_nothing_else() -> None:
+    stub = Path(path.__file__).with_name("_native.pyi").read_text(encoding="utf-8")
+    declared = {}
+    for node in ast.parse(stub).body:
+        if isinstance(node, ast.AnnAssign):
+            declared[ast.unparse(node.target)] = set[str]()
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            inner = node.body if isinstance(node, ast.ClassDef) else []
+            declared[node.name] = {f.name for f in inner if isinstance(f, ast.FunctionDef)}
+    there = {
+        name: {n for n in vars(found) if n == "__init__" or not n.startswith("_")}
+        if isinstance(found := getattr(path.native, name), type)
+        else set[str]()
+        for name in dir(path.native)
+        if not name.startswith("_")
+    }
+    assert declared == there
 
 
 def test_a_path_that_is_not_here_leaves_the_one_that_was_taken() -> None:

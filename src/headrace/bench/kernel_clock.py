@@ -55,7 +55,6 @@ class KernelClock:
         return timed
 
     def _around_native(self, work: Any) -> Any:
-        assert path.native is not None
         take_profile = path.native.take_profile
         # What was spent before is not asked for.
         take_profile()

@@ -24,7 +24,6 @@ def rotate_and_write(
     if not runs_native(qkv.device, qkv.dtype, cache.head_dim):
         reference.rotate_and_write(qkv, cos, sin, cache, batch)
         return
-    assert path.native is not None
     assert qkv.is_contiguous()
     path.native.rotate_and_write(
         qkv.data_ptr(),
@@ -67,7 +66,6 @@ def paged_attention(
         return out.copy_(
             reference.paged_attention(query, cache, batch, scale, sliding_window, sinks, soft_cap)
         )
-    assert path.native is not None
     assert out.is_contiguous()
     path.native.attention(
         qkv.data_ptr(),

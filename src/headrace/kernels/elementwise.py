@@ -13,7 +13,6 @@ def embed(ids: torch.Tensor, table: torch.Tensor, scale: float, out: torch.Tenso
     """
     if not path.runs_native(table.device, table.dtype):
         return out.copy_(reference.embed(ids, table, scale))
-    assert path.native is not None
     assert table.is_contiguous()
     least, most = torch.aminmax(ids)
     if int(least) < 0 or int(most) >= len(table):
@@ -56,7 +55,6 @@ def head_norm(heads: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None
     if not path.runs_native(heads.device, heads.dtype):
         heads.copy_(reference.rms_norm(heads, weight, epsilon))
         return
-    assert path.native is not None
     assert heads.stride()[1:] == (heads.shape[2], 1)
     path.native.head_norm(
         heads.data_ptr(),
@@ -77,7 +75,6 @@ def activate_and_multiply(x: torch.Tensor, activation: str, out: torch.Tensor) -
     """
     if not path.runs_native(x.device, x.dtype):
         return out.copy_(reference.activate_and_multiply(x, activation))
-    assert path.native is not None
     path.native.gate(
         x.data_ptr(),
         out.data_ptr(),
@@ -94,7 +91,6 @@ def soft_cap(x: torch.Tensor, cap: float) -> None:
     if not path.runs_native(x.device, x.dtype):
         x.copy_(reference.soft_cap(x, cap))
         return
-    assert path.native is not None
     assert x.is_contiguous()
     path.native.soft_cap(x.data_ptr(), x.numel(), cap, x.dtype == torch.bfloat16)
 
@@ -106,7 +102,6 @@ def _rms_norm(
     epsilon: float,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    assert path.native is not None
     path.native.rms_norm(
         x.data_ptr(),
         0 if delta is None else delta.data_ptr(),

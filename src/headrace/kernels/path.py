@@ -3,7 +3,7 @@
 import importlib
 import os
 from types import ModuleType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 # Imported first: the extension uses the OpenMP runtime that torch brings, and cannot be loaded
 # without one.
@@ -36,7 +36,12 @@ def _load() -> ModuleType:
 
 
 # The extension: to be asked only where runs_native() says so, or has_native().
-native = _load()
+if TYPE_CHECKING:
+    from headrace.kernels import _native
+
+    native = _native
+else:
+    native = _load()
 
 
 def has_native() -> bool:

@@ -28,7 +28,6 @@ def is_native(operation: Operation, bound: Bound) -> bool:
 
 def compile_run(operations: Iterable[Operation], bound: Bound, buffers: Buffers) -> Any:
     """The native program of operations that are all native; its run() takes a native_step()."""
-    assert path.native is not None
     compiled = path.native.Program(bfloat16=bound.dtype == torch.bfloat16)
     for operation in operations:
         _add(compiled, operation, bound, buffers)
@@ -37,7 +36,6 @@ def compile_run(operations: Iterable[Operation], bound: Bound, buffers: Buffers)
 
 def native_step(places: list[torch.Tensor], batch: AttentionBatch | None, ids: int) -> Any:
     """What native programs are told of a step. ids: their address, 0 for none."""
-    assert path.native is not None
     addresses = [tensor.data_ptr() for tensor in places]
     if batch is None:
         return path.native.Step(addresses, len(places[0]))
