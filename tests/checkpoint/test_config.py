@@ -30,6 +30,7 @@ LLAMA3_SCALING = {
     "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192, "rope_type": "llama3",
 }  # fmt: skip
+PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 # What is peculiar to configurations as published, and their context.
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Llama-2-7b-chat-hf": (
@@ -95,6 +96,14 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
                  "temperature": 1.0, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0},
                  "chunk_size_feed_forward": 0, "_attn_implementation_autoset": True,
                  "resid_pdrop": 0.1, "is_decoder": False, "quantization_config": None},
+        4096,
+    ),
+    "Phi-3-mini-4k-instruct": (
+        PHI3 | {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "embd_pdrop": 0.0,
+                "resid_pdrop": 0.0, "attention_dropout": 0.0, "attention_bias": False,
+                "original_max_position_embeddings": 4096, "rope_scaling": None,
+                "sliding_window": 2047, "eos_token_id": 32000, "pad_token_id": 32000,
+                "hidden_size": 3072, "vocab_size": 32064},
         4096,
     ),
 }  # fmt: skip
@@ -188,6 +197,31 @@ def test_numbers_that_make_no_sense_are_named(fields: dict[str, Any], reason: st
         read(LLAMA | fields)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+FACTORS = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"partial_rotary_factor": 0.75}, "(partial_rotary_factor 0.75) is not supported"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+         "rope_parameters.partial_rotary_factor"),
+        ({"rope_scaling": {"type": "longrope"} | FACTORS}, "scaling longrope is not supported"),
+        ({"rope_scaling": {"type": "su"} | FACTORS}, "scaling su is not supported"),
+        ({"sliding_window": -1}, "sliding_window is -1"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_of_phi3_is_named(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        read(PHI3 | fields)
+    assert reason in str(caught.value)
+
+
+def test_without_a_window_phi3_says_none_or_0() -> None:
+    assert read(PHI3 | {"sliding_window": 0}) == read(PHI3 | {"sliding_window": None})
+    assert read(PHI3 | {"sliding_window": 2047}) != read(PHI3)
 
 
 def edit(folder: Path, **fields: Any) -> None:

@@ -39,6 +39,11 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3, two ropes": (
         "Gemma3", GEMMA | {"num_hidden_layers": 6, "rope_parameters": GEMMA3_ROPES},
     ),
+    "phi3": ("Phi3", {"pad_token_id": None}),
+    "phi3, a window": ("Phi3", {"pad_token_id": None, "sliding_window": 9}),
+    "phi3, tied, a head of its own": (
+        "Phi3", {"pad_token_id": None, "tie_word_embeddings": True, "head_dim": 16},
+    ),
 }  # fmt: skip
 # What only a directory says.
 DIRECTORIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -98,6 +98,14 @@ def test_what_is_not_supported_is_named(
         model_from_gguf(read)
 
 
+def test_factors_of_phi3s_frequencies_are_refused_as_longrope(tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "model", architecture="Phi3", pad_token_id=None)
+    read = read_gguf(convert(model, tmp_path / "model.gguf"))
+    read.tensors["rope_factors_long.weight"] = read.tensors["output_norm.weight"]
+    with pytest.raises(ModelError, match="rope scaling longrope is not supported"):
+        model_from_gguf(read)
+
+
 @pytest.mark.parametrize("factor", [None, 1.0, 0.5])
 @pytest.mark.parametrize(("kind", "temperature"), [("yarn", 1 + 0.1 * math.log(4)), ("linear", 1)])
 def test_the_attention_factor_multiplies_as_in_llama_cpp(

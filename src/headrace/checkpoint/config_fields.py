@@ -85,6 +85,8 @@ _ROPE_FIELDS = frozenset(
         "finetuned",
     }
 )  # fmt: skip
+# Factors for each frequency, two sets of them: Phi-3's, under its new name and its old one.
+_LONGROPE = ("longrope", "su")
 _MAX_LABELS = 1 << 20
 # What has a field without making the model another one: off, absent, empty.
 _OFF: tuple[Any, ...] = (None, False, "", [], {})
@@ -123,6 +125,10 @@ def check_fields(
 
 
 def _check_rope_fields(path: Path, block: str, parameters: Mapping[str, Any]) -> None:
+    # Before its fields, and before transformers: each would say less of what is wrong.
+    kind = parameters.get("rope_type") or parameters.get("type")
+    if kind in _LONGROPE:
+        raise ModelError(f"model {path}: rope scaling {kind} is not supported")
     for name, value in parameters.items():
         off = _is_off(value) or (name == "partial_rotary_factor" and value == 1)
         if name not in _ROPE_FIELDS and name not in LAYER_KINDS and not off:
