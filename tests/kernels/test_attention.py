@@ -27,7 +27,11 @@ def filled(rows: Sequences, parts: list[Part], dtype: torch.dtype) -> KvCache:
 
 
 def native_attention(
-    rows: Sequences, parts: list[Part], window: int | None, sinks: torch.Tensor | None
+    rows: Sequences,
+    parts: list[Part],
+    window: int | None,
+    sinks: torch.Tensor | None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     qkv = rows.tokens(parts)
     # Keys and values are in the cache; their place beside the queries holds anything.
@@ -35,18 +39,23 @@ def native_attention(
     cache, batch = filled(rows, parts, qkv.dtype), rows.batch(parts)
     out = room(len(qkv), rows.heads, rows.head_dim, dtype=qkv.dtype)
     scale = rows.head_dim**-0.5
-    attention.paged_attention(guarded(qkv), cache, batch, scale, window, sinks, None, out)
+    attention.paged_attention(guarded(qkv), cache, batch, scale, window, sinks, soft_cap, out)
     assert_guards_untouched(out)
     return out
 
 
 def wide_reference(
-    rows: Sequences, parts: list[Part], window: int | None, sinks: torch.Tensor | None
+    rows: Sequences,
+    parts: list[Part],
+    window: int | None,
+    sinks: torch.Tensor | None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """In float32, whatever the dtype: its own error is as small as the kernels'."""
     query = rows.tokens(parts)[:, : rows.heads].float()
     cache, batch = filled(rows, parts, torch.float32), rows.batch(parts)
-    return reference.paged_attention(query, cache, batch, rows.head_dim**-0.5, window, sinks, None)
+    scale = rows.head_dim**-0.5
+    return reference.paged_attention(query, cache, batch, scale, window, sinks, soft_cap)
 
 
 def error_bound(rows: Sequences) -> float:
@@ -72,11 +81,13 @@ def error_bound(rows: Sequences) -> float:
     head_dim=st.sampled_from([16, 48, 64, 80, 128]),
     window=st.none() | st.integers(1, 50),
     sinks=st.booleans(),
+    soft_cap=st.none() | st.floats(0.1, 60),
     seed=st.integers(0, 1000),
 )
-@example([(0, 1)], 16, 1, 1, 16, None, False, 0)
-@example([(0, 1)] * 30, 16, 3, 3, 64, None, False, 0)
-@example([(37, 30), (5, 1), (0, 61)], 3, 2, 7, 80, 9, True, 0)
+@example([(0, 1)], 16, 1, 1, 16, None, False, None, 0)
+@example([(0, 1)] * 30, 16, 3, 3, 64, None, False, None, 0)
+@example([(37, 30), (5, 1), (0, 61)], 3, 2, 7, 80, 9, True, None, 0)
+@example([(37, 30), (5, 1), (0, 61)], 3, 2, 7, 80, 9, False, 1.5, 0)
 @settings(max_examples=16, deadline=None)
 def test_native_attention_equals_the_reference_whatever_lies_in_blocks_of_others(
     native_path: str,
@@ -88,6 +99,7 @@ def test_native_attention_equals_the_reference_whatever_lies_in_blocks_of_others
     head_dim: int,
     window: int | None,
     sinks: bool,
+    soft_cap: float | None,
     seed: int,
 ) -> None:
     rows = sequences(
@@ -97,8 +109,9 @@ def test_native_attention_equals_the_reference_whatever_lies_in_blocks_of_others
     )  # fmt: skip
     parts = [(row, past, new) for row, (past, new) in enumerate(steps)]
     scores = torch.linspace(-3, 3, rows.heads) if sinks else None
-    found = native_attention(rows, parts, window, scores)
-    assert_within(found, wide_reference(rows, parts, window, scores), error_bound(rows))
+    found = native_attention(rows, parts, window, scores, soft_cap)
+    expected = wide_reference(rows, parts, window, scores, soft_cap)
+    assert_within(found, expected, error_bound(rows))
 
 
 @DTYPES

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.kernels.attention import paged_attention, rotate_and_write
-from headrace.kernels.elementwise import activate_and_multiply, rms_norm
+from headrace.kernels.elementwise import activate_and_multiply, head_norm, rms_norm, soft_cap
 from headrace.kernels.linear import Linear
 from kernels.paged import Part, Sequences, sequences
 
@@ -62,6 +62,27 @@ def test_a_rows_norm_and_activation_do_not_depend_on_the_other_rows(
         assert torch.equal(
             activate_and_multiply(alone, "silu", x.new_empty(1, 501))[0], multiplied[row]
         )
+
+
+@DTYPES
+def test_a_tokens_head_norm_gate_and_cap_do_not_depend_on_the_other_tokens(
+    native_path: str, dtype: torch.dtype
+) -> None:
+    x, weight = torch.randn(40, 5, 64).to(dtype), torch.randn(64).to(dtype)
+    normed, capped = x.clone(), x.clone()
+    head_norm(normed[:, 1:4], weight, 1e-6)
+    soft_cap(capped, 1.5)
+    gated = activate_and_multiply(x.flatten(1), "gelu_tanh", x.new_empty(40, 160))
+    for token in range(40):
+        own, other = x[token : token + 1].clone(), x[token : token + 1].clone()
+        head_norm(own[:, 1:4], weight, 1e-6)
+        soft_cap(other, 1.5)
+        assert torch.equal(own[0], normed[token])
+        assert torch.equal(other[0], capped[token])
+        alone = activate_and_multiply(
+            x[token : token + 1].flatten(1), "gelu_tanh", x.new_empty(1, 160)
+        )
+        assert torch.equal(alone[0], gated[token])
 
 
 def attended(

@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.kernels import reference
-from headrace.kernels.elementwise import activate_and_multiply, add_rms_norm, embed, rms_norm
+from headrace.kernels.elementwise import (
+    activate_and_multiply,
+    add_rms_norm,
+    embed,
+    head_norm,
+    rms_norm,
+    soft_cap,
+)
 from kernels.bounds import assert_guards_untouched, assert_within, guarded, room, roundoff
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -138,6 +145,80 @@ def test_native_silu_of_special_numbers_equals_the_reference(
         activate_and_multiply(x, "silu", out)
         expected = reference.activate_and_multiply(x, "silu")
         assert_within(out, expected, silu_error(expected.double(), dtype) + 1e-36)
+
+
+@DTYPES
+@given(
+    tokens=ROWS,
+    before=st.integers(0, 3),
+    heads=st.integers(1, 4),
+    head_dim=st.sampled_from([1, 16, 33, 64, 256]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=15, deadline=None)
+def test_native_norms_of_heads_equal_the_reference_and_leave_other_heads_alone(
+    native_path: str,
+    dtype: torch.dtype,
+    tokens: int,
+    before: int,
+    heads: int,
+    head_dim: int,
+    seed: int,
+) -> None:
+    x = guarded(numbers((tokens, before + heads + 2, head_dim), seed, dtype))
+    old, weight = x.clone(), numbers((head_dim,), seed + 1, dtype)
+    own = slice(before, before + heads)
+    head_norm(x[:, own], guarded(weight), EPSILON)
+    expected = reference.rms_norm(old[:, own], weight, EPSILON)
+    assert_within(x[:, own], expected, norm_error(dtype, expected, head_dim))
+    assert torch.equal(x[:, :before], old[:, :before])
+    assert torch.equal(x[:, before + heads :], old[:, before + heads :])
+    assert_guards_untouched(x)
+
+
+@DTYPES
+def test_native_gelu_equals_the_reference_at_every_magnitude(
+    native_path: str, dtype: torch.dtype
+) -> None:
+    sizes = torch.cat((torch.logspace(-37, 4, 2000), torch.linspace(0, 12, 2001)))
+    gate = torch.cat((sizes, -sizes))[None]
+    x = torch.cat((gate, torch.ones_like(gate)), -1).to(dtype)
+    out = room(1, gate.shape[1], dtype=dtype)
+    assert activate_and_multiply(guarded(x), "gelu_tanh", out) is out
+    wide = x.double()
+    expected = reference.activate_and_multiply(wide, "gelu_tanh")
+    # The argument of the exponential, some 1.6 x + 0.07 x^3, is off by a few roundings of itself.
+    g = wide[:, : gate.shape[1]].abs()
+    relative = (8 + 8 * (1.6 * g + 0.0714 * g**3)) * roundoff(torch.float32) + roundoff(dtype)
+    # Far below zero the reference is the difference of two numbers near 1.
+    least = g * 2e-16 + 100 * torch.finfo(torch.float32).smallest_normal
+    assert_within(out, expected, relative * expected.abs() + least)
+    assert_guards_untouched(out)
+
+
+@DTYPES
+@pytest.mark.parametrize("cap", [0.5, 30.0, 50.0])
+def test_native_soft_caps_equal_the_reference_at_every_magnitude(
+    native_path: str, dtype: torch.dtype, cap: float
+) -> None:
+    sizes = torch.cat((torch.logspace(-37, 38, 2001), torch.linspace(0, 500, 2000)))
+    x = guarded(torch.cat((sizes, -sizes, torch.tensor([torch.inf, -torch.inf]))).to(dtype))
+    expected = cap * torch.tanh(x.double() / cap)
+    soft_cap(x, cap)
+    assert_within(x, expected, 8 * roundoff(torch.float32) * expected.abs())
+    assert_guards_untouched(x)
+
+
+@DTYPES
+def test_native_embedding_scales_rows_by_the_scale_as_the_dtype_has_it(
+    native_path: str, dtype: torch.dtype
+) -> None:
+    table, ids = numbers((13, 33), 1, dtype), torch.tensor([3, 0, 12, 3])
+    out = room(4, 33, dtype=dtype)
+    scale = 45.254833995939045
+    embed(ids, guarded(table), scale, out)
+    assert torch.equal(out, reference.embed(ids, table, scale))
+    assert_guards_untouched(out)
 
 
 @DTYPES
