@@ -1,4 +1,7 @@
-"""One file for each architecture: all there is to know of it. Nothing outside knows a family."""
+"""One file for each architecture: all there is to know of it. Nothing outside knows a family.
+
+gemma.py is what two of them share.
+"""
 
 from headrace.model.architectures.gemma2 import GEMMA2
 from headrace.model.architectures.gemma3 import GEMMA3

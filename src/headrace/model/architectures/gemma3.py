@@ -7,9 +7,9 @@ from headrace.checkpoint.huggingface_config import HuggingFaceConfig
 from headrace.checkpoint.rope_parameters import rope_from_gguf, rope_from_huggingface
 from headrace.model import decoder
 from headrace.model.architecture import Architecture, Design
-from headrace.model.architectures.gemma2 import (
+from headrace.model.architectures.gemma import (
     ACTIVATIONS,
-    GEMMA2,
+    FIELDS,
     GGUF_NAMES,
     Gemma,
     design,
@@ -71,8 +71,7 @@ GEMMA3 = Architecture(
     base_name="Gemma3TextModel",
     model_type="gemma3_text",
     config_class="Gemma3TextConfig",
-    fields=(GEMMA2.fields - {"attn_logit_softcapping"})
-    | {"rope_local_base_freq", "sliding_window_pattern"},
+    fields=FIELDS | {"rope_local_base_freq", "sliding_window_pattern"},
     # Transformers leaves the second there, and does not read it.
     ignored_fields=frozenset({"hidden_act", "_sliding_window_pattern"}),
     from_huggingface=_from_huggingface,
