@@ -1,4 +1,4 @@
-"""What Gemma 2 and 3 share: four norms a layer, soft caps, and windows in some of them.
+"""What Gemma 2 and 3 share: four norms a layer, soft caps, and layers that have a window.
 
 Norms multiply by 1 + weight; in GGUF files the 1 is in the weight already.
 """
