@@ -42,8 +42,7 @@ class HandedOut:
     def __init__(self) -> None:
         virtual = launch_virtual(EngineConfig(model="synthetic:1+0"))
         self.error = None
-        self.config = cast(Any, type("Config", (), {"sequences": SLOTS}))
-        self.card = replace(virtual.card, max_model_len=8192)
+        self.card = replace(virtual.card, max_model_len=8192, max_num_seqs=SLOTS)
         self.tokenizer = synthetic_tokenizer()
         self.snapshot = virtual.engine.snapshot
         self.detokenizer, self.reader = virtual.engine.detokenizer, virtual.engine.reader
