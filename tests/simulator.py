@@ -19,6 +19,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.limits import SchedulerConfig
 from headrace.engine.microbatch_count import MicrobatchTuner, window_of
 from headrace.engine.outputs import CompletionOutput, OutputDelta
+from headrace.engine.pace import Pace
 from headrace.engine.scheduler import Scheduler
 from headrace.errors import PipelineError
 from headrace.execution.model_executor import ModelExecutor
@@ -118,14 +119,16 @@ class Simulation:
             pipeline=self.pipeline,
             tokenizer=_TOKENIZER,
             vocab_size=VOCAB,
-            ranks=Ranks(self.num_stages),
+            pace=Pace(
+                Ranks(self.num_stages),
+                window_of(most, self.num_stages),
+                MicrobatchTuner(most) if tuned else None,
+            ),
             seed=seed,
             stall_timeout=_DEADLINE_S,
             max_logprobs=5,
             clock=lambda: self.clock.now,
         )
-        if tuned:
-            self.engine.tuner = MicrobatchTuner(most)
         self._orders = self._draw_orders()
         self._pause = self._times(rng, mostly_none=True)
         # Drawn apart from all else, as are the stages after a kill.

@@ -8,6 +8,7 @@ from headrace.engine.detokenizer import TextStream
 from headrace.engine.engine import Engine
 from headrace.engine.limits import SchedulerConfig
 from headrace.engine.outputs import OutputDelta, readable
+from headrace.engine.pace import Pace
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.step_cost import StepWork
 from headrace.errors import StallError, UsageError
@@ -79,7 +80,8 @@ def engine(pipeline: Pipeline, seed: int = 0, stall_timeout: float = 60.0) -> En
     )
     vocabulary = {f"t{n}": n for n in range(10)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
-    return Engine(Scheduler(config), pipeline, tokenizer, 10, Ranks(1), seed, stall_timeout, 5)
+    pace = Pace(Ranks(1), config.window)
+    return Engine(Scheduler(config), pipeline, tokenizer, 10, pace, seed, stall_timeout, 5)
 
 
 def seeds(base: int) -> list[int]:
@@ -172,7 +174,7 @@ def test_a_report_that_never_comes_is_a_stall_too() -> None:
 def test_a_stage_that_computes_is_asked_again_only_when_its_time_is_over() -> None:
     pipeline = Pipeline(silent=True, computing=50.0)
     target, clock = waiting(pipeline)
-    target._fits[0].add(StepWork(1, 1, 1), 0.1)
+    target.pace._fits[0].add(StepWork(1, 1, 1), 0.1)
     target.step(60.0)
     target.step(109.9 - clock.now)
     assert pipeline.asked == 1
@@ -185,7 +187,7 @@ def test_work_that_was_never_measured_has_all_the_time_it_needs(
 ) -> None:
     pipeline = Pipeline(silent=True, computing=0.0)
     target, clock = waiting(pipeline)
-    target._fits[0].add(StepWork(0, 0, 0), 0.1)
+    target.pace._fits[0].add(StepWork(0, 0, 0), 0.1)
     while clock.now < 3600.0:
         target.step()
     assert "stage 0 has computed step 0 for 60 s: it is the first of its kind" in caplog.text
@@ -194,7 +196,7 @@ def test_work_that_was_never_measured_has_all_the_time_it_needs(
     # Measured by now, so its like is judged.
     target.add([1], SamplingParams(max_tokens=1))
     pipeline.silent, pipeline.computing = True, clock.now
-    target._fits[0].add(StepWork(1, 1, 1), 0.5)
+    target.pace._fits[0].add(StepWork(1, 1, 1), 0.5)
     with pytest.raises(StallError):
         target.step(60.0)
 
@@ -313,7 +315,7 @@ def test_costs_are_learnt_from_reports_and_given_to_the_scheduler() -> None:
     work = StepWork(1, 10, 1)
     assert target.snapshot.costs[0].seconds(work) == pytest.approx(0.75, rel=0.05)
     assert target.scheduler.cost.seconds(work) == pytest.approx(0.75, rel=0.05)
-    assert not target._works
+    assert target.pace.oldest_step is None
 
 
 def test_nothing_is_queued_for_a_request_that_is_refused() -> None:
@@ -443,5 +445,5 @@ def test_after_a_restart_a_request_goes_on_and_what_was_learnt_stays() -> None:
     assert second.plans[0].epoch == 1
     assert target.snapshot.stages[0].busy_s > busy_s > 0
     assert target.snapshot.costs[0].seconds(StepWork(1, 10, 1)) == pytest.approx(0.75, rel=0.05)
-    assert not target._works
+    assert target.pace.oldest_step is None
     assert target.settled

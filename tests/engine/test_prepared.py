@@ -82,7 +82,7 @@ def toy_engine(pipeline: Pipeline, **config: Any) -> Engine:
     made = engine(pipeline, **config)
     tokenizer = Tokenizer(models.WordLevel({f"t{n}": n for n in range(10)}, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return Engine(made.scheduler, pipeline, tokenizer, 10, Ranks(1), 0, 60.0, 5)
+    return Engine(made.scheduler, pipeline, tokenizer, 10, made.pace, 0, 60.0, 5)
 
 
 def run(target: Engine) -> None:

@@ -11,6 +11,7 @@ from headrace.checkpoint.locate import locate_model
 from headrace.checkpoint.tokenizer import tokenizer_of_gguf
 from headrace.engine.engine import Engine
 from headrace.engine.limits import SchedulerConfig
+from headrace.engine.pace import Pace
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.step_cost import StepWork
 from headrace.protocol import codec
@@ -75,7 +76,7 @@ def engine_cost(running: int, context_len: int, steps: int = 300) -> EngineCost:
         pipeline=pipeline,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
-        ranks=Ranks(1),
+        pace=Pace(Ranks(1), _WINDOW),
         seed=0,
         stall_timeout=60.0,
         max_logprobs=20,

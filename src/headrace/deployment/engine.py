@@ -8,6 +8,7 @@ from headrace.deployment.resolve import Deployment
 from headrace.engine.engine import Engine, Pipeline
 from headrace.engine.limits import SchedulerConfig
 from headrace.engine.microbatch_count import MicrobatchTuner
+from headrace.engine.pace import Pace
 from headrace.engine.prefill_order import PrefillOrder
 from headrace.engine.recorder import Recorder
 from headrace.engine.scheduler import Scheduler
@@ -57,13 +58,16 @@ def new_engine(
         pipeline=pipeline,
         tokenizer=tokenizer.core,
         vocab_size=deployment.model.sizes.vocab_size,
-        ranks=deployment.ranks,
+        pace=Pace(
+            deployment.ranks,
+            deployment.most_window,
+            MicrobatchTuner(deployment.most_microbatches) if tuned else None,
+            priors,
+        ),
         seed=config.seed,
         stall_timeout=deployment.stall_timeout,
         max_logprobs=config.max_logprobs,
         priorities=config.scheduling_policy == "priority",
-        tuner=MicrobatchTuner(deployment.most_microbatches) if tuned else None,
         clock=clock,
-        priors=list(priors),
         recorder=recorder,
     )

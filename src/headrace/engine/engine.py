@@ -1,6 +1,5 @@
 """The engine's loop: fill the window with plans, take results, hand out text."""
 
-import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -11,25 +10,20 @@ from tokenizers import Tokenizer
 
 from headrace.checks import check_type
 from headrace.engine.detokenizer import Detokenizer, TextStream
-from headrace.engine.link_time import LinkTime
-from headrace.engine.microbatch_count import MicrobatchTuner, window_of
+from headrace.engine.microbatch_count import window_of
 from headrace.engine.outputs import OutputDelta
+from headrace.engine.pace import Pace
 from headrace.engine.prepared import Preparation, Prepared, stage_sampling
 from headrace.engine.recorder import Recorder
 from headrace.engine.request import Sequence
 from headrace.engine.scheduler import Accepted, Scheduler
 from headrace.engine.snapshot import EngineSnapshot, snapshot_of
-from headrace.engine.stage_usage import StageUsage
 from headrace.engine.stall import LINES_SHOWN, Scene, StallWatch
-from headrace.engine.step_cost import PRIOR, CostFit, StepCost, StepWork, dearest
 from headrace.engine.stop_strings import StopStrings
 from headrace.errors import UsageError
 from headrace.protocol.messages import Report, Result, Timeline
 from headrace.protocol.plan import Plan
-from headrace.protocol.ranks import Ranks
 from headrace.sampling_params import MAX_SEED, SamplingParams
-
-_log = logging.getLogger(__name__)
 
 # Odd constant of the 64-bit golden ratio (Steele, Lea, Flood 2014): spreads consecutive request
 # numbers over the seed space.
@@ -70,11 +64,10 @@ class Engine:
 
     vocab_size bounds token ids; seed is the base for requests without one; stall_timeout, in
     seconds, is how long nothing may come while a step is in flight, unless a stage computes.
-    max_logprobs: of one position that a request may ask for, -1 for no limit. tuner: chooses the
-    number of microbatches; None leaves it. priorities: whether a request may have one other than 0.
-    priors: what a step is taken to cost each stage before it was measured.
-    recorder: told of plans, results and reports. snapshot: the newest figures, for any thread: made
-    before the engine waits for its stages, and when nothing is left to do.
+    max_logprobs: of one position that a request may ask for, -1 for no limit. priorities: whether a
+    request may have one other than 0. recorder: told of plans, results and reports. snapshot: the
+    newest figures, for any thread: made before the engine waits for its stages, and when nothing is
+    left to do.
     detokenizer: makes the texts that callers get; reader: reads single tokens, special ones too.
     """
 
@@ -82,39 +75,24 @@ class Engine:
     pipeline: Pipeline
     tokenizer: Tokenizer
     vocab_size: int
-    ranks: Ranks
+    pace: Pace
     seed: int
     stall_timeout: float
     max_logprobs: int
-    tuner: MicrobatchTuner | None = None
     priorities: bool = True
     clock: Callable[[], float] = time.monotonic
-    priors: list[StepCost] = field(default_factory=list)
     recorder: Recorder | None = None
     snapshot: EngineSnapshot = field(init=False)
     detokenizer: Detokenizer = field(init=False)
     reader: Detokenizer = field(init=False)
     _preparation: Preparation = field(init=False)
-    _usage: list[StageUsage] = field(init=False)
-    _fits: list[CostFit] = field(init=False)
-    _costs: tuple[StepCost, ...] = field(init=False)
-    _link_time: LinkTime = field(init=False)
     _requests: dict[int, list[Sequence]] = field(default_factory=dict, init=False)
     _texts: dict[Sequence, _Text] = field(default_factory=dict, init=False)
-    # What steps carry whose reports are not all in.
-    _works: dict[int, StepWork] = field(default_factory=dict, init=False)
-    _reports: dict[int, int] = field(default_factory=dict, init=False)
     _next_request: int = field(default=0, init=False)
     _stall: StallWatch = field(init=False)
-    _next_look: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._usage = [StageUsage()] * self.ranks.count
-        priors = self.priors or [PRIOR] * self.ranks.num_stages
-        self._fits = [CostFit(prior) for prior in priors]
-        self._costs = tuple(priors)
-        self.scheduler.cost = dearest(priors, StepWork(1, 1, 1))
-        self._link_time = self._new_link_time()
+        self.scheduler.cost = self.pace.cost
         self._stall = StallWatch(self.stall_timeout)
         self.detokenizer = Detokenizer(self.tokenizer)
         self.reader = Detokenizer(self.tokenizer, skip_special_tokens=False)
@@ -208,17 +186,9 @@ class Engine:
         """
         self.pipeline = pipeline
         self.scheduler.new_epoch(epoch)
-        self._works.clear()
-        self._reports.clear()
-        self._next_look = 0
-        self._link_time = self._new_link_time()
-        self._usage = [replace(usage, newest_step=-1) for usage in self._usage]
+        self.pace.new_epoch()
         self._stall.progress(self.clock())
         self._take_snapshot()
-
-    def _new_link_time(self) -> LinkTime:
-        most = self.scheduler.num_microbatches if self.tuner is None else self.tuner.most
-        return LinkTime(self.ranks, window_of(most, self.ranks.num_stages))
 
     def is_running(self, request_id: int) -> bool:
         """Whether the request has a completion that has not ended."""
@@ -232,16 +202,15 @@ class Engine:
     @property
     def settled(self) -> bool:
         """Whether nothing is in flight and every stage has reported on every step."""
-        newest = self.scheduler.newest_step
-        return self.idle and all(usage.newest_step >= newest for usage in self._usage)
+        return self.idle and self.pace.reported(self.scheduler.newest_step)
 
     def step(self, timeout_s: float = 1.0) -> list[OutputDelta]:
         """Send every plan the window has room for, then take what the stages answered."""
         self._stall.runs(self.clock())
-        if not self._works:
+        if self.pace.oldest_step is None:
             self._stall.progress(self.clock())
         while (plan := self.scheduler.plan()) is not None:
-            self._works[plan.step] = self.scheduler.newest_work
+            self.pace.planned(plan.step, self.scheduler.newest_work)
             if self.recorder is not None:
                 self.recorder.on_plan(plan, self.scheduler.num_microbatches)
             self.pipeline.send(plan)
@@ -265,7 +234,7 @@ class Engine:
 
     def set_microbatches(self, count: int) -> None:
         """Have so many groups of sequences take turns, from the next plan on."""
-        self.scheduler.set_microbatches(count, window_of(count, self.ranks.num_stages))
+        self.scheduler.set_microbatches(count, window_of(count, self.pace.ranks.num_stages))
 
     def _to_output(self, accepted: Accepted, now: float) -> OutputDelta:
         sequence, token = accepted.sequence, accepted.token
@@ -340,59 +309,30 @@ class Engine:
         return deltas
 
     def _take_report(self, report: Report) -> None:
-        """Learn from a stage's times what steps cost: that sets the pace, never the tokens."""
         self._stall.progress(self.clock())
-        stage = self.ranks.stage_of(report.rank)
-        work, fit = self._works[report.step], self._fits[stage]
         if self.recorder is not None:
-            self.recorder.on_report(report, work, self._costs[stage].seconds(work))
-        self._usage[report.rank] = self._usage[report.rank].plus(report)
-        self._link_time.add(report)
-        fit.add(work, report.forward_s + report.sample_s)
-        self._reports[report.step] = self._reports.get(report.step, 0) + 1
-        if self._reports[report.step] == self.ranks.count:
-            del self._works[report.step], self._reports[report.step]
-            if work.tokens:
-                self._costs = tuple(fit.cost for fit in self._fits)
-                self.scheduler.cost = dearest(self._costs, work)
-                if self.tuner is not None:
-                    self.tuner.see(work)
-                    self._tune(self.tuner, report.step)
-
-    def _tune(self, tuner: MicrobatchTuner, step: int) -> None:
-        """Once a round of turns, see whether another number of microbatches pays."""
-        work = self.scheduler.decode_work
-        if step < self._next_look or not work.tokens:
-            return
-        current, link_s = self.scheduler.num_microbatches, self._link_time.seconds
-        count = tuner.next_count(current, work, self._costs, link_s)
-        self._next_look = step + max(count, self.ranks.num_stages)
-        if count != current:
-            self.set_microbatches(count)
-            _log.info(
-                "num_microbatches %d -> %d: %d sequences decode, a step of all takes the slowest "
-                "stage %.1f ms, links take %.1f ms",
-                current,
-                count,
-                work.tokens,
-                max(cost.seconds(work) for cost in self._costs) * 1e3,
-                link_s * 1e3,
-            )
+            self.recorder.on_report(report, *self.pace.foretold(report))
+        if self.pace.take(report):
+            self.scheduler.cost = self.pace.cost
+            if self.pace.look_due(report.step):
+                current, work = self.scheduler.num_microbatches, self.scheduler.decode_work
+                count = self.pace.num_microbatches(report.step, current, work)
+                if count != current:
+                    self.set_microbatches(count)
 
     def _take_snapshot(self) -> None:
-        usage, link_s = tuple(self._usage), self._link_time.seconds
-        self.snapshot = snapshot_of(self.scheduler, usage, self._costs, link_s)
+        self.snapshot = snapshot_of(self.scheduler, self.pace)
 
     def _check_stall(self) -> list[OutputDelta]:
         """Raises StallError if the stages are stuck; else what came while they were asked."""
-        if not self._works or not self._stall.due(self.clock()):
+        if self.pace.oldest_step is None or not self._stall.due(self.clock()):
             return []
         timelines = self.pipeline.timelines(LINES_SHOWN, self._stall.answer_s)
         self._stall.runs(self.clock(), self._stall.answer_s)
         # A step may have ended meanwhile, after which its stages wait with good reason.
         deltas = self._take(self.pipeline.receive(_AFTERTHOUGHT_S))
         # A step is over when every stage has reported on it.
-        now, due = self.clock(), next(iter(self._works), None)
+        now, due = self.clock(), self.pace.oldest_step
         self._stall.runs(now, _AFTERTHOUGHT_S)
         if due is not None and self._stall.due(now):
             scene = Scene(
@@ -401,14 +341,7 @@ class Engine:
                 newest=self.scheduler.newest_step,
                 signs_of_life=self.pipeline.signs_of_life(),
                 timelines={timeline.rank: timeline for timeline in timelines},
-                ranks=self.ranks,
+                ranks=self.pace.ranks,
             )
-            works, costs = self._works.values(), [fit.cost for fit in self._fits]
-            predicted_s = max((c.seconds(work) for work in works for c in costs), default=0.0)
-            self._stall.look(scene, predicted_s, self._is_new)
+            self._stall.look(scene, self.pace.longest_s(), self.pace.is_new)
         return deltas
-
-    def _is_new(self, rank: int, step: int) -> bool:
-        """Whether the rank's stage has never been measured at such work as the step's."""
-        work = self._works.get(step)
-        return work is not None and not self._fits[self.ranks.stage_of(rank)].measured(work)

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from headrace.engine.pace import Pace
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.stage_usage import StageUsage
 from headrace.engine.step_cost import StepCost
@@ -37,12 +38,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     link_s: float
 
 
-def snapshot_of(
-    scheduler: Scheduler,
-    stages: tuple[StageUsage, ...],
-    costs: tuple[StepCost, ...],
-    link_s: float,
-) -> EngineSnapshot:
+def snapshot_of(scheduler: Scheduler, pace: Pace) -> EngineSnapshot:
     """The figures of this moment: a microsecond or two, in the thread that has the scheduler."""
     return EngineSnapshot(
         num_running=scheduler.num_running,
@@ -57,7 +53,7 @@ def snapshot_of(
         num_microbatches=scheduler.num_microbatches,
         steps=scheduler.counters.steps,
         steps_in_flight=scheduler.steps_in_flight,
-        stages=stages,
-        costs=costs,
-        link_s=link_s,
+        stages=pace.usage,
+        costs=pace.costs,
+        link_s=pace.link_s,
     )
