@@ -141,7 +141,8 @@ class Simulation:
     def run(self) -> None:
         """Until every request ended and every stage drained; then everything is checked."""
         turn = 0
-        while self._orders or not self.engine.scheduler.idle:
+        # Stages that were killed may have sent all that was missing: they are followed even so.
+        while self._orders or not self.engine.scheduler.idle or self.stages.killed:
             while self._orders and (self._orders[0][0] <= turn or self.engine.scheduler.idle):
                 self._orders.popleft()[1]()
             pause = self._pause()

@@ -190,3 +190,18 @@ def test_work_is_measured_once_a_step_of_its_kind_and_about_its_size_was() -> No
     fit.add(chunk, 1.0)
     assert fit.measured(chunk)
     assert fit.measured(StepWork(500, 100_000, 4))
+
+
+def test_a_step_of_which_the_fit_foretells_no_time_at_all_is_learned_from() -> None:
+    """Times that grow faster than the sampled rows, and fall with all else, leave nothing for a
+    step that samples none."""
+    fit = CostFit()
+    for _ in range(200):
+        for rows in (1, 2, 4, 8):
+            tokens = 32 // rows
+            fit.add(StepWork(tokens, tokens * 9, rows), rows**2 * 1e-4)
+    chunk = StepWork(16, 144, 0)
+    assert fit.cost.seconds(chunk) == 0
+    for _ in range(100):
+        fit.add(chunk, 2e-5)
+    assert fit.cost.seconds(chunk) > 0

@@ -165,6 +165,9 @@ class CostFit:
     def _judge(self, work: StepWork, seconds: float) -> tuple[float, float]:
         """The step's weight in the sums, and its seconds at a slowness of 1."""
         predicted = self.cost.seconds(work)
+        if not predicted:
+            # The steps so far put all their time down to something that this one has none of.
+            return (self._slowness / seconds) ** 2, seconds / self._slowness
         error = abs(seconds - predicted) / min(seconds, predicted)
         slowness, typical = self._slowness, self._typical_error
         self._slowness *= 1 + (_SPEED_STEP if seconds > predicted else -_SPEED_STEP)
