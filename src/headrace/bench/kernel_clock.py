@@ -63,7 +63,9 @@ class KernelClock:
             work(*arguments)
             self.calls += 1
             for part, seconds in take_profile().items():
-                self.seconds[part] += seconds
+                # Parts of other programs of this process are told, too, without any time.
+                if seconds:
+                    self.seconds[part] += seconds
 
         return timed
 
