@@ -34,9 +34,9 @@ OWN = {
 
 def commands() -> Iterator[tuple[str, Any]]:
     """Every command with an engine in it, by name."""
-    top = typer.main.get_command(app)
-    bench = top.commands["bench"].commands  # type: ignore[attr-defined]
-    yield from ((name, top.commands[name]) for name in ("serve", "generate", "chat"))  # type: ignore[attr-defined]
+    top: Any = typer.main.get_command(app)
+    bench = top.commands["bench"].commands
+    yield from ((name, top.commands[name]) for name in ("serve", "generate", "chat"))
     yield from ((name, bench[name]) for name in bench if name != "serve")
 
 

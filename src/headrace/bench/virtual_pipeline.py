@@ -1,4 +1,8 @@
-"""A pipeline that exists in virtual time only: stages that take as long as a cost model says."""
+"""A pipeline that exists in virtual time only: stages that take as long as a cost model says.
+
+Beside simulation/virtual_stages.py, which runs the real stage loops with tensors and encoded
+messages: a replay has thousands of steps, and asks when each began on each stage.
+"""
 
 from collections import deque
 from dataclasses import dataclass, field

@@ -44,8 +44,8 @@ class StepInFlight:
         given = list(map(len, result.tokens))
         if given != self.samples:
             raise PipelineError(
-                f"the result of step {self.step} has rows of {given} tokens, those of its plan "
-                f"sample {list(map(int, self.samples))}"
+                f"the result of step {self.step} does not fit its plan: {sum(given)} tokens in "
+                f"{len(given)} rows, planned were {sum(self.samples)} in {len(self.samples)}"
             )
         return {entry.row: (entry, self.starts.get(entry.row, 0)) for entry in result.logprobs}
 

@@ -23,10 +23,14 @@ Around = Callable[[str | None, Work], Work]
 
 @dataclass(frozen=True)
 class Routine:
-    """Operations as pieces of work, in order, by what a profile calls them: see Around."""
+    """Operations as pieces of work, in order, by what a profile calls them: see Around.
+
+    native: whether some piece is a native program.
+    """
 
     buffers: Buffers
     pieces: list[tuple[str | None, Work]]
+    native: bool
 
     def run(
         self, ids: torch.Tensor | None, batch: AttentionBatch | None, *given: torch.Tensor
@@ -40,11 +44,6 @@ class Routine:
         for _, work in self.pieces:
             work(step)
         return places
-
-    @property
-    def native(self) -> bool:
-        """Whether some of it is a native program."""
-        return any(name is None for name, _ in self.pieces)
 
 
 @dataclass
@@ -112,7 +111,7 @@ class Interpreter:
                 pieces.append((None, _call(compile_run(run, bound, buffers))))
             else:
                 pieces += [(label(o), work_of(o, bound, buffers)) for o in run]
-        return Routine(buffers, pieces)
+        return Routine(buffers, pieces, native=any(name is None for name, _ in pieces))
 
 
 def _call(compiled: Any) -> Work:
