@@ -1,14 +1,22 @@
 """`headrace serve` as a real process, with the URL that it printed."""
 
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from command import Command
 from headrace.serving.loop_watch import STOOD_STILL
 
+# Python runs it in each process before anything else: stages come no further.
+_STAGES_WAIT = """
+import signal, sys
+while "headrace.pipeline.stage_process" in sys.orig_argv:
+    signal.pause()
+"""
 # Those that are up.
 _up: list["Server"] = []
 
@@ -30,17 +38,20 @@ class Server:
 def running_server(
     *arguments: str, ready: bool = True, prefix: Sequence[str] = (), **environment: str
 ) -> Iterator[Server]:
-    """Start it on a free port; ready: wait until it answers requests, not only listens; prefix:
-    a command that runs it.
+    """Start it on a free port; ready: wait until it answers requests. Otherwise it listens, and its
+    stages, which are there, never load; prefix: a command that runs it.
 
     Nothing of it is left afterwards. AssertionError in the end if its event loop stood still.
     """
-    command = Command(
-        ["serve", "--port", "0", *arguments],
-        environment={"HEADRACE_WATCH_LOOP": "1", **environment},
-        prefix=list(prefix),
-    )
-    with command:
+    environment = {"HEADRACE_WATCH_LOOP": "1", **environment}
+    with ExitStack() as stack:
+        if not ready:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            (Path(folder) / "sitecustomize.py").write_text(_STAGES_WAIT, encoding="ascii")
+            environment["PYTHONPATH"] = folder
+        arguments = ("serve", "--port", "0", *arguments)
+        command = Command(list(arguments), environment=environment, prefix=list(prefix))
+        stack.enter_context(command)
         server = Server(command, "")
         assert command.process.stdout is not None
         # Read all the while, or a full pipe would stop the server.
