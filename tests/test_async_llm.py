@@ -291,7 +291,7 @@ def test_a_dead_stage_ends_every_stream_with_its_error(model: str) -> None:
             streams = [engine.generate(prompt, ENDLESS) for prompt in PROMPTS]
             for stream in streams:
                 await anext(stream)
-            os.kill(engine._running.stages._stages[1].process.pid, signal.SIGKILL)
+            os.kill(engine._running.processes._processes[1].process.pid, signal.SIGKILL)
             for stream in streams:
                 with pytest.raises(PipelineError, match=r"stage 1 .* was killed by signal 9"):
                     await last_of(stream)
@@ -303,7 +303,7 @@ def test_a_dead_stage_ends_every_stream_with_its_error(model: str) -> None:
 
 def test_a_forgotten_engine_ends_its_stages(tmp_path: Path, model: str) -> None:
     engine = AsyncLLM(model)
-    processes = [stage.process for stage in engine._running.stages._stages]
+    processes = [stage.process for stage in engine._running.processes._processes]
     del engine
     gc.collect()
     assert all(process.poll() is not None for process in processes)
@@ -314,7 +314,7 @@ def test_a_forgotten_engine_ends_its_stages(tmp_path: Path, model: str) -> None:
 def test_a_pipeline_that_cannot_even_be_closed_leaves_no_reader_waiting(model: str) -> None:
     async def run() -> None:
         engine = AsyncLLM(model)
-        stages = engine._running.stages
+        stages = engine._running.processes
         stream = engine.generate("one", ENDLESS)
         await anext(stream)
         close, broken = stages.close, OSError("no")

@@ -159,7 +159,7 @@ def test_a_dead_stage_is_blamed_even_if_its_neighbours_are_heard_first(
     with LLM(str(model), pipeline_parallel_size=4) as llm:
         deltas = llm.stream("x", SamplingParams(max_tokens=100, ignore_eos=True))
         next(deltas)
-        stages = [stage.process for stage in llm._running.stages._stages]
+        stages = [stage.process for stage in llm._running.processes._processes]
         stages[victim].kill()
         # The others notice, and end before anybody looks.
         for neighbour in (stages[victim - 1], stages[victim + 1]):
@@ -172,11 +172,11 @@ def test_an_interrupt_inside_the_engine_closes_it_cleanly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(str(write_tiny_gguf(tmp_path / "tiny.gguf"))) as llm:
-        receive = llm._running.stages.receive
-        monkeypatch.setattr(llm._running.stages, "receive", _interrupt)
+        receive = llm._running.processes.receive
+        monkeypatch.setattr(llm._running.processes, "receive", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.generate("hello", GREEDY)
-        monkeypatch.setattr(llm._running.stages, "receive", receive)
+        monkeypatch.setattr(llm._running.processes, "receive", receive)
         with pytest.raises(UsageError, match="closed"):
             llm.generate("hello", GREEDY)
 

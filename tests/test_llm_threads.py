@@ -20,7 +20,7 @@ from forks import in_fork
 from headrace import LLM, SamplingParams
 from headrace.engine.request import Sequence
 from headrace.errors import UsageError
-from headrace.pipeline.launch import StageProcesses
+from headrace.pipeline.launch import RankProcesses
 from headrace.protocol.messages import Report, Result
 from tiny_checkpoints import write_tiny_gguf
 
@@ -102,7 +102,7 @@ def test_one_batch_in_another_thread_may_be_refused_without_harm(llm: LLM) -> No
 def test_a_stream_that_the_collector_ends_does_not_disturb_a_step(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receive = llm._running.stages.receive
+    receive = llm._running.processes.receive
     abort = llm._running.engine.abort
     in_step = False
 
@@ -120,7 +120,7 @@ def test_a_stream_that_the_collector_ends_does_not_disturb_a_step(
 
     forgotten = [llm.stream("forgotten", ENDLESS)]
     next(forgotten[0])
-    monkeypatch.setattr(llm._running.stages, "receive", collect_and_receive)
+    monkeypatch.setattr(llm._running.processes, "receive", collect_and_receive)
     monkeypatch.setattr(llm._running.engine, "abort", watched_abort)
     assert len(tokens(llm, "one")) == 12
     llm.settle()
@@ -149,8 +149,8 @@ def test_an_interrupt_in_one_thread_ends_the_others_and_is_told_to_them(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(model)
-    stages = [stage.process for stage in llm._running.stages._stages]
-    receive = llm._running.stages.receive
+    stages = [stage.process for stage in llm._running.processes._processes]
+    receive = llm._running.processes.receive
 
     def interrupted(timeout_s: float) -> list[Result | Report]:
         if threading.current_thread() is threading.main_thread():
@@ -165,7 +165,7 @@ def test_an_interrupt_in_one_thread_ends_the_others_and_is_told_to_them(
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(other)
         begun.wait()
-        monkeypatch.setattr(llm._running.stages, "receive", interrupted)
+        monkeypatch.setattr(llm._running.processes, "receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate("two", GREEDY)
         with pytest.raises(UsageError, match="closed, by KeyboardInterrupt"):
@@ -177,7 +177,7 @@ def test_an_interrupt_while_a_request_is_taken_on_ends_the_stages(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(model) as llm:
-        stages = [stage.process for stage in llm._running.stages._stages]
+        stages = [stage.process for stage in llm._running.processes._processes]
 
         def interrupted(sequence: Sequence) -> None:
             raise KeyboardInterrupt
@@ -193,18 +193,18 @@ def test_an_interrupt_while_a_request_is_taken_on_ends_the_stages(
 def test_no_stage_is_left_behind_when_the_engine_cannot_be_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    started: list[StageProcesses] = []
+    started: list[RankProcesses] = []
     processes: list[subprocess.Popen[bytes]] = []
 
     def interrupted(*_: object, **__: object) -> None:
-        processes.extend(stage.process for stage in started[0]._stages)
+        processes.extend(stage.process for stage in started[0]._processes)
         raise KeyboardInterrupt
 
-    def watched(*arguments: Any) -> StageProcesses:
-        started.append(StageProcesses(*arguments))
+    def watched(*arguments: Any) -> RankProcesses:
+        started.append(RankProcesses(*arguments))
         return started[0]
 
-    monkeypatch.setattr("headrace.deployment.start.StageProcesses", watched)
+    monkeypatch.setattr("headrace.deployment.start.RankProcesses", watched)
     monkeypatch.setattr("headrace.deployment.start.new_engine", interrupted)
     with pytest.raises(KeyboardInterrupt):
         LLM("synthetic:1+0.1")

@@ -161,14 +161,14 @@ class AsyncLLM:
 
     async def ended(self) -> HeadraceError:
         """Wait until no request is taken any more, and return why."""
-        self._running.stages.check_owner()
+        self._running.processes.check_owner()
         # Shielded, since a waiter that is cancelled would cancel the others' future.
         return await asyncio.shield(asyncio.wrap_future(self._thread.ended))
 
     def close(self) -> None:
         """Abort what runs and end the stages; waits until they have ended. Raises UsageError in a
         fork of the process that made it."""
-        self._running.stages.check_owner()
+        self._running.processes.check_owner()
         self._thread.close()
 
     def __enter__(self) -> "AsyncLLM":

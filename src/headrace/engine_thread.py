@@ -134,7 +134,7 @@ class EngineThread:
 
     def __init__(self, running: RunningEngine) -> None:
         self._engine = running.engine
-        self._stages = running.stages
+        self._processes = running.processes
         self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         self._requests: dict[int, Request] = {}
         self._closing = False
@@ -150,7 +150,7 @@ class EngineThread:
     def add(self, submission: Submission) -> None:
         """Have the engine take all prompts on, or none of them. Raises UsageError in a fork of the
         engine's process."""
-        self._stages.check_owner()
+        self._processes.check_owner()
         self._order(lambda: self._add(submission))
 
     def abort(self, submission: Submission) -> None:
@@ -161,17 +161,17 @@ class EngineThread:
         """Abort everything and end the stages; waits for it, however often it is called."""
         self._order(self._begin_closing)
         # The garbage collector may come by in the thread itself, which then ends by itself.
-        if self._stages.owned and threading.current_thread() is not self._thread:
+        if self._processes.owned and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _order(self, order: _Order) -> None:
-        if not self._stages.owned:
+        if not self._processes.owned:
             # A fork has neither the thread nor, for sure, the lock.
             return
         with self._lock:
             if not self._done:
                 self._orders.put(order)
-                self._stages.wake()
+                self._processes.wake()
                 return
         # Nobody takes orders any more; what they do then is to say so.
         order()
@@ -186,11 +186,11 @@ class EngineThread:
                 if not self._engine.idle:
                     self._deliver(self._engine.step())
             self._end(UsageError("this AsyncLLM is closed: make another"))
-            self._stages.close(drain=True)
+            self._processes.close(drain=True)
         except Exception as error:
             self._end(error if isinstance(error, HeadraceError) else _internal(error))
         finally:
-            self._stages.close(drain=False)
+            self._processes.close(drain=False)
 
     def _wait_for_order(self) -> None:
         """Carry out the next order; meanwhile notice the death of a stage, and late reports."""

@@ -180,7 +180,7 @@ class LLM:
         with self._lock:
             self._waiting.discard(threading.get_ident())
             self._check_open()
-            timelines = self._running.stages.timelines(last, _SHOW_TIMEOUT)
+            timelines = self._running.processes.timelines(last, _SHOW_TIMEOUT)
         if len(timelines) < len(self.card.stages):
             raise PipelineError(f"not every stage showed its time line within {_SHOW_TIMEOUT:g} s")
         return timelines
@@ -191,13 +191,13 @@ class LLM:
         What other threads wait for ends with UsageError, and so does this in a fork of the process
         that made it.
         """
-        self._running.stages.check_owner()
+        self._running.processes.check_owner()
         self._ask_for_engine()
         with self._lock:
             self._waiting.discard(threading.get_ident())
             if self._end_stages.alive:
                 try:
-                    self._running.stages.close(drain=True)
+                    self._running.processes.close(drain=True)
                 finally:
                     self._end_stages()
 
@@ -210,7 +210,7 @@ class LLM:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None and self._running.stages.owned:
+        if kind is None and self._running.processes.owned:
             self.close()
         else:
             self._end_stages()
@@ -313,7 +313,7 @@ class LLM:
     def _ask_for_engine(self) -> None:
         """Have a thread that waits for the stages let go of the engine."""
         self._waiting.add(threading.get_ident())
-        self._running.stages.wake()
+        self._running.processes.wake()
 
     def _make_way(self) -> None:
         """Let one of the threads have the engine that wait for it: a lock alone is not fair."""
@@ -343,7 +343,7 @@ class LLM:
         self._end_stages()
 
     def _check_open(self) -> None:
-        self._running.stages.check_owner()
+        self._running.processes.check_owner()
         if not self._end_stages.alive:
             raise UsageError(f"this LLM is closed, by {self._ended_by}: make another")
 
@@ -351,7 +351,7 @@ class LLM:
 def _end(running: RunningEngine, lock: "threading.RLock") -> None:
     """End the stages at once, as soon as no other thread has to do with them."""
     # In a fork of their process another thread may have held the lock, and never lets go of it.
-    if running.stages.owned:
-        running.stages.wake()
+    if running.processes.owned:
+        running.processes.wake()
         with lock:
-            running.stages.close(drain=False)
+            running.processes.close(drain=False)

@@ -8,7 +8,7 @@ import typer
 
 from headrace.bench.batch_run import Batch, BatchRun, median_run
 from headrace.cli.bench import app
-from headrace.engine.stage_usage import StageUsage
+from headrace.engine.rank_usage import RankUsage
 from headrace.errors import UsageError
 
 
@@ -78,7 +78,7 @@ def test_a_run_prints_every_figure_and_draws_and_traces(
 
 
 def batch_run(tokens_per_s: float) -> BatchRun:
-    return BatchRun([], 0.0, 10 / tokens_per_s, 10, 1, [], [StageUsage()])
+    return BatchRun([], 0.0, 10 / tokens_per_s, 10, 1, [], [RankUsage()])
 
 
 def test_the_median_run_is_the_slower_of_two_in_the_middle() -> None:

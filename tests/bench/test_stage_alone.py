@@ -16,7 +16,7 @@ from headrace.engine.scheduler import Scheduler
 from headrace.errors import PipelineError
 from headrace.host.cpus import StageCpus
 from headrace.model.read import model_from_gguf
-from headrace.protocol.messages import Result, StageConfig
+from headrace.protocol.messages import RankConfig, Result
 from headrace.protocol.plan import Plan, Sampling, Yield, token_count
 from headrace.protocol.ranks import Ranks
 from headrace.sampling_params import SamplingParams
@@ -61,9 +61,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
 
 
-def stage_config(checkpoint: Path, stage: int) -> StageConfig:
+def rank_config(checkpoint: Path, stage: int) -> RankConfig:
     share = stage_shares([2, 2])[stage]
-    return StageConfig(
+    return RankConfig(
         epoch=0,
         rank=stage,
         ranks=Ranks(2),
@@ -109,7 +109,7 @@ def test_every_plan_is_replayed_and_leaves_the_stage_as_empty_as_it_was(
     checkpoint: Path, stage: int
 ) -> None:
     plans = complete_plans()
-    config = stage_config(checkpoint, stage)
+    config = rank_config(checkpoint, stage)
     with_rows = [plan for plan in plans if plan.rows]
     sampling = [p for p in with_rows if any(row.yields & Yield.TOKEN for row in p.rows)]
     assert len(sampling) < len(with_rows) < len(plans), "all kinds of plans are there"
@@ -144,7 +144,7 @@ def test_a_process_that_fails_says_why(
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(PipelineError, match="stage 1 alone failed: no memory"):
         seconds_alone(
-            stage_config(checkpoint, 1),
+            rank_config(checkpoint, 1),
             StageCpus(cpus=[], threads=1),
             BLOCKS,
             [],

@@ -157,7 +157,7 @@ def test_a_large_caller_does_not_show_in_the_stages_memory(tmp_path: Path) -> No
         "big = bytearray(11 * 10**8); del big\n"
         f"with LLM({str(model)!r}) as llm:\n"
         "    llm.generate('hi', SamplingParams(max_tokens=2)); llm.settle()\n"
-        "    print(llm.snapshot.stages[0].peak_memory_bytes)\n"
+        "    print(llm.snapshot.usage[0].peak_memory_bytes)\n"
     )
     shell = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, timeout=60, check=True

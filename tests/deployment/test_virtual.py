@@ -28,8 +28,8 @@ def test_stages_of_two_shards_serve_as_those_of_one_do() -> None:
             tokens += [(delta.request_id, delta.token) for delta in engine.step()]
         outputs.append((sorted(tokens), virtual.clock.now))
         now = engine.snapshot
-        assert len(now.stages) == 2 * num_shards
-        assert {usage.newest_step for usage in now.stages} == {now.steps - 1}
+        assert len(now.usage) == 2 * num_shards
+        assert {usage.newest_step for usage in now.usage} == {now.steps - 1}
         assert len(now.costs) == 2
         assert now.link_s == pytest.approx(0.001)
     assert outputs[0] == outputs[1]

@@ -113,7 +113,7 @@ def test_a_request_runs_to_its_end_and_reports_add_up() -> None:
         (request, 3, None),
         (request, 3, "length"),
     ]
-    usage = target.snapshot.stages[0]
+    usage = target.snapshot.usage[0]
     assert usage.busy_s == 0.75 * (usage.newest_step + 1)
     assert usage.peak_memory_bytes == 99
     assert target.settled
@@ -406,11 +406,11 @@ def test_a_snapshot_is_of_the_moment_before_the_engine_waits_and_stays_as_it_is(
     # Four slots for five; the window's three steps are on their way.
     assert (first.num_running, first.num_waiting, first.slots_used) == (4, 1, 4)
     assert (first.slots_total, first.blocks_total) == (4, 64)
-    assert (first.steps_in_flight, first.stages[0].busy_s) == (first.steps, 0.0)
+    assert (first.steps_in_flight, first.usage[0].busy_s) == (first.steps, 0.0)
     last = target.snapshot
     assert (last.num_running, last.num_waiting, last.slots_used, last.blocks_used) == (0, 0, 0, 0)
     assert (last.steps, last.steps_in_flight) == (len(pipeline.plans), 0)
-    assert last.stages[0].busy_s == 0.75 * last.steps
+    assert last.usage[0].busy_s == 0.75 * last.steps
     assert idle.steps == 0
 
 
@@ -432,7 +432,7 @@ def test_after_a_restart_a_request_goes_on_and_what_was_learnt_stays() -> None:
     target.abort(ended)
     first.silent = True
     target.step(0.0)
-    busy_s = target.snapshot.stages[0].busy_s
+    busy_s = target.snapshot.usage[0].busy_s
     # Messages that were on their way when the first pipeline ended.
     second.answers = first.answers
     target.restart(second, epoch=1)
@@ -443,7 +443,7 @@ def test_after_a_restart_a_request_goes_on_and_what_was_learnt_stays() -> None:
     assert own[-1].finish_reason == "length"
     assert "".join(delta.text for delta in own) == " t3" * 6
     assert second.plans[0].epoch == 1
-    assert target.snapshot.stages[0].busy_s > busy_s > 0
+    assert target.snapshot.usage[0].busy_s > busy_s > 0
     assert target.snapshot.costs[0].seconds(StepWork(1, 10, 1)) == pytest.approx(0.75, rel=0.05)
     assert target.pace.oldest_step is None
     assert target.settled

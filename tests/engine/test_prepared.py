@@ -15,7 +15,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.prepared import Preparation
 from headrace.errors import UsageError
 from headrace.protocol import codec
-from headrace.protocol.codec import decode_to_stage, encode_plan
+from headrace.protocol.codec import decode_to_rank, encode_plan
 from headrace.protocol.plan import Plan, TokenRules, Yield
 from headrace.protocol.ranks import Ranks
 from headrace.sampling_params import MOST_BAD_WORD_TOKENS, SamplingParams
@@ -135,7 +135,7 @@ def test_a_list_of_requests_that_never_ran_is_never_sent() -> None:
 
 def messages(plan: Plan, stages: int) -> Iterator[Plan]:
     for data in encode_plan(plan, Ranks(stages)):
-        decoded = decode_to_stage(data)
+        decoded = decode_to_rank(data)
         assert isinstance(decoded, Plan)
         yield decoded
 

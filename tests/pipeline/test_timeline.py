@@ -8,21 +8,21 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.pipeline.timeline import RING_SIZE, StageTimeline, peak_memory
+from headrace.pipeline.timeline import RING_SIZE, RankTimeline, peak_memory
 from headrace.pipeline.watch import answer_when_asked, ask, connect_watch, on_clock_of_asker
 from headrace.protocol.messages import Activity, ActivityKind, Timeline
 from headrace.protocol.plan import Plan
 
 
-def timeline() -> StageTimeline:
-    return StageTimeline(epoch=0, rank=1, memory=lambda: 7)
+def timeline() -> RankTimeline:
+    return RankTimeline(epoch=0, rank=1, memory=lambda: 7)
 
 
 def plan(step: int, microbatch: int = 0, epoch: int = 0) -> Plan:
     return Plan(epoch, step, microbatch, [], [], [], [])
 
 
-def record(target: StageTimeline, kind: ActivityKind, of: int, began: float, ended: float) -> None:
+def record(target: RankTimeline, kind: ActivityKind, of: int, began: float, ended: float) -> None:
     target.begin(kind, of, began)
     target.end(ended)
 
@@ -82,7 +82,7 @@ def test_the_report_adds_up_the_step_and_then_starts_anew() -> None:
 
 def test_the_memory_is_not_read_at_every_step() -> None:
     reads = iter([99, 100])
-    target = StageTimeline(0, 0, memory=lambda: next(reads))
+    target = RankTimeline(0, 0, memory=lambda: next(reads))
     for step in range(5):
         target.planned(plan(step))
     peaks = [target.finish(at).peak_memory_bytes for at in (0.0, 0.01, 0.09, 0.1, 0.11)]

@@ -81,17 +81,17 @@ plans = st.builds(
 
 @given(plans)
 def test_plans_survive_the_way_to_a_stage(plan: Plan) -> None:
-    assert codec.decode_to_stage(codec.encode(plan)) == plan
+    assert codec.decode_to_rank(codec.encode(plan)) == plan
 
 
 def test_a_question_survives_the_way_to_a_stage() -> None:
-    assert codec.decode_to_stage(codec.encode(ShowTimeline(8))) == ShowTimeline(8)
+    assert codec.decode_to_rank(codec.encode(ShowTimeline(8))) == ShowTimeline(8)
 
 
 def test_an_activity_of_no_known_kind_is_refused() -> None:
     odd = Timeline(0, 0.0, [Activity("nap", 0, 0, 0, 0.0, 1.0)])  # type: ignore[arg-type]
     with pytest.raises(msgspec.ValidationError):
-        codec.decode_from_stage(codec.encode(odd))
+        codec.decode_from_rank(codec.encode(odd))
 
 
 @pytest.mark.parametrize(
@@ -108,19 +108,19 @@ def test_an_activity_of_no_known_kind_is_refused() -> None:
     ],
 )
 def test_answers_survive_the_way_to_the_engine(message: object) -> None:
-    assert codec.decode_from_stage(codec.encode(message)) == message  # type: ignore[arg-type]
+    assert codec.decode_from_rank(codec.encode(message)) == message  # type: ignore[arg-type]
 
 
 def test_a_message_for_the_other_side_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError):
-        codec.decode_from_stage(codec.encode(Stop(0)))
+        codec.decode_from_rank(codec.encode(Stop(0)))
     with pytest.raises(msgspec.ValidationError):
-        codec.decode_to_stage(codec.encode(Ready(0)))
+        codec.decode_to_rank(codec.encode(Ready(0)))
 
 
 @given(st.binary(max_size=60))
 def test_bytes_that_are_no_message_raise_a_decode_error_and_nothing_else(data: bytes) -> None:
-    for decode in (codec.decode_to_stage, codec.decode_from_stage):
+    for decode in (codec.decode_to_rank, codec.decode_from_rank):
         with contextlib.suppress(msgspec.DecodeError):
             decode(data)
 

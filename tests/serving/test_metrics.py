@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,15 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.config import EngineConfig
-from headrace.deployment.virtual import launch_virtual
+from headrace.deployment.machine import read_machine
+from headrace.deployment.model import read_model
+from headrace.deployment.resolve import resolve
+from headrace.deployment.virtual import launch_virtual, start_virtual
 from headrace.engine.engine import Engine
 from headrace.engine.outputs import OutputDelta
+from headrace.engine.rank_usage import RankUsage
 from headrace.engine.request import FinishReason
-from headrace.engine.stage_usage import StageUsage
+from headrace.protocol.ranks import Ranks
 from headrace.sampling_params import SamplingParams
 from headrace.serving.metrics import ServerMetrics
 from headrace.serving.metrics_requests import RequestWatch
@@ -230,12 +234,28 @@ def test_stages_show_how_long_they_computed_and_waited(served: Served) -> None:
     served.metrics.sample()
     values = shown(served.metrics)
     for stage in ("0", "1"):
-        assert values[f"stage_busy_seconds_total stage={stage}"] == pytest.approx(10 * 0.002)
-        assert values[f"stage_peak_memory_bytes stage={stage}"] >= 0
+        assert values[f"stage_busy_seconds_total shard=0 stage={stage}"] == pytest.approx(
+            10 * 0.002
+        )
+        assert values[f"stage_peak_memory_bytes shard=0 stage={stage}"] >= 0
     # Each token goes through both stages before the next: half of the time, less at the edges.
-    assert 0.4 < values["stage_busy_fraction stage=0"] < 0.6
-    assert values["stage_feedback_wait_seconds_total stage=0"] > 0
-    assert values["stage_activation_wait_seconds_total stage=1"] > 0
+    assert 0.4 < values["stage_busy_fraction shard=0 stage=0"] < 0.6
+    assert values["stage_feedback_wait_seconds_total shard=0 stage=0"] > 0
+    assert values["stage_activation_wait_seconds_total shard=0 stage=1"] > 0
+
+
+def test_a_rank_is_shown_as_a_shard_of_its_stage() -> None:
+    config = EngineConfig(model="synthetic:2+0", pipeline_parallel_size=2)
+    decided = resolve(config, read_model(config), read_machine())
+    virtual = start_virtual(replace(decided, ranks=Ranks(num_stages=2, num_shards=2)))
+    metrics = ServerMetrics("m")
+    metrics.attach(virtual.card, lambda: virtual.engine.snapshot)
+    labels = {
+        name.removeprefix("stage_busy_fraction ")
+        for name in shown(metrics)
+        if name.startswith("stage_busy_fraction")
+    }
+    assert labels == {f"shard={shard} stage={stage}" for shard in (0, 1) for stage in (0, 1)}
 
 
 def test_the_busy_fraction_is_of_the_last_ten_seconds() -> None:
@@ -249,9 +269,9 @@ def test_the_busy_fraction_is_of_the_last_ten_seconds() -> None:
         now = float(second)
         # Busy half of the time, then not at all.
         busy_s += 0.5 if second <= 20 else 0.0
-        snapshot = msgspec.structs.replace(snapshot, stages=(StageUsage(busy_s=busy_s),))
+        snapshot = msgspec.structs.replace(snapshot, usage=(RankUsage(busy_s=busy_s),))
         metrics.sample()
-        fractions.append(shown(metrics)["stage_busy_fraction stage=0"])
+        fractions.append(shown(metrics)["stage_busy_fraction shard=0 stage=0"])
     assert fractions[:20] == [0.5] * 20
     assert fractions[24] == 0.25
     assert fractions[29:] == [0.0] * 11

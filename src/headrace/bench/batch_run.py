@@ -10,7 +10,7 @@ from statistics import median
 
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
-from headrace.engine.stage_usage import StageUsage
+from headrace.engine.rank_usage import RankUsage
 from headrace.engine.step_cost import StepWork
 from headrace.protocol.messages import Report, Result
 from headrace.protocol.plan import Plan
@@ -62,7 +62,7 @@ class BatchRun:
     output_tokens: int
     num_microbatches: int
     step_ends: list[float]
-    usage: list[StageUsage]
+    usage: list[RankUsage]
 
     @property
     def tokens_per_s(self) -> float:
@@ -120,9 +120,9 @@ class RunRecorder:
         self._reports.append(report)
 
     @property
-    def usage(self) -> list[StageUsage]:
+    def usage(self) -> list[RankUsage]:
         """How busy each stage was."""
-        usage = [StageUsage()] * (1 + max(report.rank for report in self._reports))
+        usage = [RankUsage()] * (1 + max(report.rank for report in self._reports))
         for report in self._reports:
             usage[report.rank] = usage[report.rank].plus(report)
         return usage

@@ -193,7 +193,7 @@ class _InstantPipeline:
         messages: list[Result | Report] = []
         began = perf_counter()
         for data in self._answers.popleft():
-            message = codec.decode_from_stage(data)
+            message = codec.decode_from_rank(data)
             assert isinstance(message, Result | Report)
             messages.append(message)
         self.stopwatch.since = perf_counter()

@@ -14,7 +14,7 @@ from headrace.bench.running import running_engine
 from headrace.bench.stage_steps import StepTime, step_times
 from headrace.checkpoint.locate import locate_model
 from headrace.config import EngineConfig
-from headrace.deployment.start import stage_config
+from headrace.deployment.start import rank_config
 from headrace.errors import UsageError
 from headrace.protocol.plan import Plan, token_count
 
@@ -109,7 +109,7 @@ def measure_overhead(
     plans += prompts
     say("the same plans on the stage alone")
     times = step_times(
-        stage_config(running.deployment, 0),
+        rank_config(running.deployment, 0),
         running.deployment.cpus[0],
         running.card.num_blocks,
         plans,

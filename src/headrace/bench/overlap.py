@@ -11,7 +11,7 @@ from headrace.bench.stage_alone import seconds_alone
 from headrace.checkpoint.locate import SYNTHETIC
 from headrace.config import EngineConfig
 from headrace.deployment.resolve import Deployment
-from headrace.deployment.start import RunningEngine, stage_config
+from headrace.deployment.start import RunningEngine, rank_config
 from headrace.engine.microbatch_count import best_count, round_seconds
 from headrace.engine.snapshot import EngineSnapshot
 from headrace.engine.step_cost import StepWork
@@ -183,7 +183,7 @@ def measure_overlap(
     stage = median.slowest_stage
     say(f"the same plans on stage {stage} alone")
     alone = seconds_alone(
-        stage_config(deferred.deployment, stage),
+        rank_config(deferred.deployment, stage),
         deferred.deployment.cpus[stage],
         deferred.card.num_blocks,
         warm_up.plans,
@@ -212,7 +212,7 @@ def _timelines(running: RunningEngine, run: BatchRun) -> list[Timeline]:
 
     Raises PipelineError if a stage does not answer.
     """
-    lines = running.stages.timelines(_EVERYTHING, _ANSWER_S)
+    lines = running.processes.timelines(_EVERYTHING, _ANSWER_S)
     silent = set(range(len(running.card.stages))) - {line.rank for line in lines}
     if silent:
         raise PipelineError(f"stages {sorted(silent)} sent no time line within {_ANSWER_S:g} s")

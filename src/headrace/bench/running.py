@@ -30,6 +30,6 @@ def running_engine(
     try:
         yield running
     except BaseException:
-        running.stages.close(drain=False)
+        running.processes.close(drain=False)
         raise
-    running.stages.close(drain=True)
+    running.processes.close(drain=True)

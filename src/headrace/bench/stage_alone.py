@@ -15,21 +15,21 @@ from headrace.execution.executor import Executor
 from headrace.execution.load import load_model, stage_executor
 from headrace.host.cpus import StageCpus
 from headrace.kernels.path import choose_path
-from headrace.protocol.messages import StageConfig
+from headrace.protocol.messages import RankConfig
 from headrace.protocol.plan import Plan, samples, token_count
 
 
 class _Task(msgspec.Struct, array_like=True):
     """What the process is to do. warm_up: plans whose time does not count."""
 
-    config: StageConfig
+    config: RankConfig
     num_blocks: int
     warm_up: list[Plan]
     plans: list[Plan]
 
 
 def seconds_alone(
-    config: StageConfig,
+    config: RankConfig,
     cpus: StageCpus,
     num_blocks: int,
     warm_up: list[Plan],
@@ -45,7 +45,7 @@ def seconds_alone(
     return msgspec.msgpack.decode(answer, type=list[float])
 
 
-def replay(executor: Executor, config: StageConfig, plans: Iterable[Plan]) -> list[float]:
+def replay(executor: Executor, config: RankConfig, plans: Iterable[Plan]) -> list[float]:
     """Run the plans as the stage does, with inputs at random: seconds of each that has rows.
 
     Which token a reference means does not matter for the time.
@@ -62,7 +62,7 @@ def replay(executor: Executor, config: StageConfig, plans: Iterable[Plan]) -> li
     return seconds
 
 
-def _compute(executor: Executor, config: StageConfig, plan: Plan, inputs: torch.Tensor) -> None:
+def _compute(executor: Executor, config: RankConfig, plan: Plan, inputs: torch.Tensor) -> None:
     activations = executor.forward(plan, inputs)
     logits = tokens = None
     last = config.stage == config.ranks.num_stages - 1
@@ -76,7 +76,7 @@ def _compute(executor: Executor, config: StageConfig, plan: Plan, inputs: torch.
     executor.logprobs(plan, activations, logits, tokens)
 
 
-def _inputs(config: StageConfig, tokens: int) -> torch.Tensor:
+def _inputs(config: RankConfig, tokens: int) -> torch.Tensor:
     """Ids int64 [tokens] on the first stage, else activations [tokens, hidden]."""
     model = config.program
     if config.stage == 0:
@@ -84,7 +84,7 @@ def _inputs(config: StageConfig, tokens: int) -> torch.Tensor:
     return torch.randn(tokens, model.hidden_size).to(getattr(torch, config.dtype))
 
 
-def load_executor(config: StageConfig, num_blocks: int) -> Executor:
+def load_executor(config: RankConfig, num_blocks: int) -> Executor:
     """The stage's share of the model with its cache and its kernels, as in the pipeline."""
     choose_path()
     device = torch.device("cpu")

@@ -28,9 +28,9 @@ from headrace.model.interpreter import Interpreter
 from headrace.pipeline.effects import Effect, EmitResult
 from headrace.pipeline.stage_loop import StageRole, stage_loop
 from headrace.pipeline.stage_worker import ControlSocket, drive
-from headrace.pipeline.timeline import StageTimeline
+from headrace.pipeline.timeline import RankTimeline
 from headrace.protocol import codec
-from headrace.protocol.messages import StageConfig, Stop, ToStage
+from headrace.protocol.messages import RankConfig, Stop, ToRank
 from headrace.protocol.plan import Plan
 from headrace.protocol.ranks import Ranks
 
@@ -50,7 +50,7 @@ class StepTime(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Task(msgspec.Struct, array_like=True):
-    config: StageConfig
+    config: RankConfig
     cpus: list[int]
     num_blocks: int
     plans: list[Plan]
@@ -58,7 +58,7 @@ class _Task(msgspec.Struct, array_like=True):
 
 
 def step_times(
-    config: StageConfig, cpus: StageCpus, num_blocks: int, plans: list[Plan], rounds: int
+    config: RankConfig, cpus: StageCpus, num_blocks: int, plans: list[Plan], rounds: int
 ) -> list[list[StepTime]]:
     """Each round's times of all plans but the first, which waits for everything to begin.
 
@@ -76,7 +76,7 @@ class _Stand:
 
     socket: "zmq.Socket[bytes]"
     clock: KernelClock
-    messages: list[ToStage]
+    messages: list[ToRank]
     window: int
     times: list[StepTime] = field(default_factory=list, init=False)
 
@@ -109,7 +109,7 @@ class _Stand:
 
 
 def run_steps(
-    executor: Executor, config: StageConfig, cpus: list[int], plans: list[Plan], clock: KernelClock
+    executor: Executor, config: RankConfig, cpus: list[int], plans: list[Plan], clock: KernelClock
 ) -> list[StepTime]:
     """One round, in this process. cpus: all those of the stage, none if it is not pinned."""
     role = StageRole(
@@ -134,7 +134,7 @@ def run_steps(
             os.sched_setaffinity(0, own)
             stand = _Stand(socket, clock, [*plans, Stop(config.epoch)], config.window)
             loop = stand.watch(stage_loop(role, executor))
-            timeline = StageTimeline(config.epoch, config.rank)
+            timeline = RankTimeline(config.epoch, config.rank)
             drive(loop, control, {}, timeline, config.link_timeout)
             control.close()
     return stand.times

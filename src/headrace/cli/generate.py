@@ -193,7 +193,7 @@ def _as_json(llm: LLM, prompt: list[int], answer: _Generated) -> dict[str, Any]:
                 "weight_bytes": stage.weight_bytes,
                 "peak_memory_bytes": usage.peak_memory_bytes,
             }
-            for stage, usage in zip(card.stages, now.stages, strict=True)
+            for stage, usage in zip(card.stages, now.usage, strict=True)
         ],
     }
 
@@ -243,7 +243,7 @@ def _print_summary(llm: LLM, prompt: list[int], answer: _Generated) -> None:
     table = Table()
     for heading in ("stage", "layers", "busy", "feedback wait", "activation wait", "peak memory"):
         table.add_column(heading, justify="right")
-    stages = zip(card.stages, llm.snapshot.stages, strict=True)
+    stages = zip(card.stages, llm.snapshot.usage, strict=True)
     for number, (stage, usage) in enumerate(stages):
         table.add_row(
             str(number),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from headrace.checkpoint.generation_config import SamplingDefaults
 from headrace.deployment.resolve import Deployment
 from headrace.protocol.messages import Loaded
+from headrace.protocol.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,8 @@ class ModelCard:
     activations and cache. max_model_len: positions of the longest sequence. max_num_seqs: slots.
     block_size: positions of a block, of which the cache has num_blocks on every stage.
     prefix_caching: whether blocks are found again. sampling_defaults: what its makers recommend,
-    for requests that say nothing. load_s: seconds from the launch until it was ready.
+    for requests that say nothing. ranks: how many
+    processes share it. load_s: seconds from the launch until it was ready.
     """
 
     name: str
@@ -39,6 +41,7 @@ class ModelCard:
     num_blocks: int
     prefix_caching: bool
     sampling_defaults: SamplingDefaults
+    ranks: Ranks
     stages: tuple[StageCard, ...]
     load_s: float
 
@@ -73,6 +76,7 @@ def model_card(
         num_blocks=num_blocks,
         prefix_caching=config.enable_prefix_caching,
         sampling_defaults=model.sampling_defaults,
+        ranks=deployment.ranks,
         stages=tuple(
             StageCard(
                 layers=share.num_layers,

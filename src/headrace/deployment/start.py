@@ -19,8 +19,8 @@ from headrace.engine.prefill_order import PrefillOrder
 from headrace.engine.recorder import Recorder
 from headrace.engine.step_cost import StepCost, prior_cost
 from headrace.host.memory import free_memory
-from headrace.pipeline.launch import StageProcesses, bind_master
-from headrace.protocol.messages import Loaded, Loading, StageConfig
+from headrace.pipeline.launch import RankProcesses, bind_master
+from headrace.protocol.messages import Loaded, Loading, RankConfig
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class RunningEngine:
     """An engine that is ready. card: what there is to say of it."""
 
     engine: Engine
-    stages: StageProcesses
+    processes: RankProcesses
     deployment: Deployment
     tokenizer: Tokenizer
     card: ModelCard
@@ -81,19 +81,19 @@ def start(
     """
     began = time.monotonic()
     watch = watch or StartWatch()
-    stages = _start_stages(deployment, epoch)
+    processes = _start_ranks(deployment, epoch)
     try:
         # Meanwhile the stages load.
         tokenizer = deployment.model.tokenizer()
         watch.on_tokenizer(tokenizer)
-        loaded = stages.wait_loaded(watch.on_progress, watch.check)
-        for note in sorted({stage.note for stage in loaded if stage.note}):
+        loaded = processes.wait_loaded(watch.on_progress, watch.check)
+        for note in sorted({rank.note for rank in loaded if rank.note}):
             _log.warning(note)
-        num_blocks = _reserve_cache(deployment, stages, loaded)
-        stages.allocate_cache(num_blocks, watch.on_progress, watch.check)
+        num_blocks = _reserve_cache(deployment, processes, loaded)
+        processes.allocate_cache(num_blocks, watch.on_progress, watch.check)
         engine = new_engine(
             deployment,
-            stages,
+            processes,
             tokenizer,
             num_blocks=num_blocks,
             epoch=epoch,
@@ -102,30 +102,30 @@ def start(
             order=order,
         )
     except BaseException:
-        stages.close(drain=False)
+        processes.close(drain=False)
         raise
     return RunningEngine(
         engine=engine,
-        stages=stages,
+        processes=processes,
         deployment=deployment,
         tokenizer=tokenizer,
         card=model_card(deployment, loaded, num_blocks, time.monotonic() - began),
     )
 
 
-def stage_config(
+def rank_config(
     deployment: Deployment,
     rank: int,
     epoch: int = 0,
     *,
     master_port: int = 0,
     store_fd: int | None = None,
-) -> StageConfig:
+) -> RankConfig:
     """What a rank is told first. master_port, store_fd: of the store where ranks meet, the latter
     on the first rank alone."""
     config, model, ranks = deployment.config, deployment.model, deployment.ranks
     share = deployment.shares[ranks.stage_of(rank)]
-    return StageConfig(
+    return RankConfig(
         epoch=epoch,
         rank=rank,
         ranks=ranks,
@@ -149,15 +149,15 @@ def stage_config(
     )
 
 
-def _start_stages(deployment: Deployment, epoch: int) -> StageProcesses:
+def _start_ranks(deployment: Deployment, epoch: int) -> RankProcesses:
     config = deployment.config
     if deployment.ranks.count == 1:
         # Nobody to meet: no address is needed.
-        return StageProcesses([stage_config(deployment, 0, epoch)], list(deployment.cpus))
+        return RankProcesses([rank_config(deployment, 0, epoch)], list(deployment.cpus))
     with bind_master(config.master_addr, config.master_port) as master:
         port, store_fd = master.getsockname()[1], master.fileno()
         configs = [
-            stage_config(
+            rank_config(
                 deployment,
                 rank,
                 epoch,
@@ -166,13 +166,13 @@ def _start_stages(deployment: Deployment, epoch: int) -> StageProcesses:
             )
             for rank in range(deployment.ranks.count)
         ]
-        return StageProcesses(configs, list(deployment.cpus))
+        return RankProcesses(configs, list(deployment.cpus))
 
 
-def _reserve_cache(deployment: Deployment, stages: StageProcesses, loaded: list[Loaded]) -> int:
+def _reserve_cache(deployment: Deployment, processes: RankProcesses, loaded: list[Loaded]) -> int:
     """The number of cache blocks, which other engines then know of."""
-    bytes_per_block = [stage.cache_bytes_per_block for stage in loaded]
-    return stages.reserve_cache(
+    bytes_per_block = [rank.cache_bytes_per_block for rank in loaded]
+    return processes.reserve_cache(
         bytes_per_block,
         lambda promised: choose_num_blocks(
             bytes_per_block,

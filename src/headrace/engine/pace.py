@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from headrace.engine.link_time import LinkTime
 from headrace.engine.microbatch_count import MicrobatchTuner
-from headrace.engine.stage_usage import StageUsage
+from headrace.engine.rank_usage import RankUsage
 from headrace.engine.step_cost import PRIOR, CostFit, StepCost, StepWork, dearest
 from headrace.protocol.messages import Report
 from headrace.protocol.ranks import Ranks
@@ -37,7 +37,7 @@ class Pace:
     cost: StepCost = field(init=False)
     costs: tuple[StepCost, ...] = field(init=False)
     _fits: list[CostFit] = field(init=False)
-    _usage: list[StageUsage] = field(init=False)
+    _usage: list[RankUsage] = field(init=False)
     _link_time: LinkTime = field(init=False)
     # What steps carry whose reports are not all in, and how many are.
     _works: dict[int, StepWork] = field(default_factory=dict, init=False)
@@ -48,7 +48,7 @@ class Pace:
         self.costs = tuple(self.priors) or (PRIOR,) * self.ranks.num_stages
         self.cost = dearest(self.costs, StepWork(1, 1, 1))
         self._fits = [CostFit(prior) for prior in self.costs]
-        self._usage = [StageUsage()] * self.ranks.count
+        self._usage = [RankUsage()] * self.ranks.count
         self._link_time = LinkTime(self.ranks, self.window)
 
     def new_epoch(self) -> None:
@@ -115,7 +115,7 @@ class Pace:
         return work, self.costs[self.ranks.stage_of(report.rank)].seconds(work)
 
     @property
-    def usage(self) -> tuple[StageUsage, ...]:
+    def usage(self) -> tuple[RankUsage, ...]:
         """What each rank reported, in all."""
         return tuple(self._usage)
 

@@ -3,8 +3,8 @@
 import msgspec
 
 from headrace.engine.pace import Pace
+from headrace.engine.rank_usage import RankUsage
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.stage_usage import StageUsage
 from headrace.engine.step_cost import StepCost
 
 
@@ -17,7 +17,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     prefix_cache_queries, prefix_cache_hits: tokens looked for in the prefix cache, and found there.
     preemptions: how often a running sequence lost its slot. num_microbatches: groups of decoding
     sequences that take turns. steps: planned so far. steps_in_flight: those whose result has not
-    come. stages: what each stage reported, in all. costs: what a step costs each stage. link_s:
+    come. usage: what each rank reported, in all. costs: what a step costs each stage. link_s:
     seconds that a message between neighbours takes.
     """
 
@@ -33,7 +33,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     num_microbatches: int
     steps: int
     steps_in_flight: int
-    stages: tuple[StageUsage, ...]
+    usage: tuple[RankUsage, ...]
     costs: tuple[StepCost, ...]
     link_s: float
 
@@ -53,7 +53,7 @@ def snapshot_of(scheduler: Scheduler, pace: Pace) -> EngineSnapshot:
         num_microbatches=scheduler.num_microbatches,
         steps=scheduler.counters.steps,
         steps_in_flight=scheduler.steps_in_flight,
-        stages=pace.usage,
+        usage=pace.usage,
         costs=pace.costs,
         link_s=pace.link_s,
     )

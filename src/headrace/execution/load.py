@@ -13,11 +13,11 @@ from headrace.execution.synthetic_executor import SyntheticExecutor
 from headrace.model.bind import bind
 from headrace.model.interpreter import Interpreter
 from headrace.model.weights import open_tensors
-from headrace.protocol.messages import StageConfig
+from headrace.protocol.messages import RankConfig
 
 
 def load_model(
-    config: StageConfig, device: torch.device, on_progress: Callable[[float], None]
+    config: RankConfig, device: torch.device, on_progress: Callable[[float], None]
 ) -> Interpreter | None:
     """The stage's program bound to its weights; None if it is synthetic.
 
@@ -33,7 +33,7 @@ def load_model(
 
 
 def stage_executor(
-    config: StageConfig, model: Interpreter | None, num_blocks: int, device: torch.device
+    config: RankConfig, model: Interpreter | None, num_blocks: int, device: torch.device
 ) -> Executor:
     """What runs the loaded model with a cache of so many blocks; StartError if there is no memory
     for them."""

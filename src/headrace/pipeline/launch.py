@@ -1,4 +1,4 @@
-"""Starts the stage processes, talks to them, and leaves none behind."""
+"""Starts the ranks' processes, talks to them, and leaves none behind."""
 
 import contextlib
 import errno
@@ -27,16 +27,16 @@ from headrace.protocol import codec
 from headrace.protocol.messages import (
     CacheConfig,
     Failure,
-    FromStage,
+    FromRank,
     Loaded,
     Loading,
+    RankConfig,
     Ready,
     Report,
     Result,
-    StageConfig,
     Stop,
     Timeline,
-    ToStage,
+    ToRank,
 )
 from headrace.protocol.plan import Plan
 
@@ -63,14 +63,14 @@ class _Rank:
     heard_at: float
 
 
-class StageProcesses:
-    """The running stages, as the engine's Pipeline. Always close() it.
+class RankProcesses:
+    """The running ranks, as the engine's Pipeline. Always close() it.
 
     They belong to the process that started them. In one forked from it, check_owner() raises, and
     close() does nothing.
     """
 
-    def __init__(self, configs: list[StageConfig], cpus: list[StageCpus]) -> None:
+    def __init__(self, configs: list[RankConfig], cpus: list[StageCpus]) -> None:
         self._owner = os.getpid()
         # The sockets in it have no other lock than that only this user may enter.
         self._folder = EngineFolder()
@@ -80,7 +80,7 @@ class StageProcesses:
         self._wake = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK), "r+")
         self._poller.register(self._wake.fileno(), zmq.POLLIN)
         self._woken = False
-        self._stages: list[_Rank] = []
+        self._processes: list[_Rank] = []
         self._epoch, self._ranks = configs[0].epoch, configs[0].ranks
         _started.add(self)
         try:
@@ -107,8 +107,8 @@ class StageProcesses:
             num_blocks = choose(promised)
             self._folder.promise(
                 {
-                    stage.process.pid: size * num_blocks
-                    for stage, size in zip(self._stages, bytes_per_block, strict=True)
+                    rank.process.pid: size * num_blocks
+                    for rank, size in zip(self._processes, bytes_per_block, strict=True)
                 }
             )
         return num_blocks
@@ -125,8 +125,8 @@ class StageProcesses:
 
     def send(self, plan: Plan) -> None:
         """Give the plan to every rank, in order."""
-        for stage, data in zip(self._stages, codec.encode_plan(plan, self._ranks), strict=True):
-            stage.socket.send(data)
+        for rank, data in zip(self._processes, codec.encode_plan(plan, self._ranks), strict=True):
+            rank.socket.send(data)
 
     def receive(self, timeout_s: float) -> list[Result | Report]:
         """Messages of this epoch that arrived, waiting up to timeout_s for the first or a wake().
@@ -142,19 +142,19 @@ class StageProcesses:
         return messages
 
     def timelines(self, last: int, timeout_s: float) -> list[Timeline]:
-        """The newest activities of every stage that answers in time, on this process's clock.
+        """The newest activities of every rank that answers in time, on this process's clock.
 
-        Not thread-safe, unlike wake(). Silent stages are missing.
+        Not thread-safe, unlike wake(). Silent ranks are missing.
         """
-        answers = ask([stage.watch for stage in self._stages], last, timeout_s)
+        answers = ask([rank.watch for rank in self._processes], last, timeout_s)
         now = time.monotonic()
         for answer in answers:
-            self._stages[answer.rank].heard_at = now
+            self._processes[answer.rank].heard_at = now
         return answers
 
     def signs_of_life(self) -> list[float]:
-        """When each stage last sent anything, by rank, in seconds of time.monotonic."""
-        return [stage.heard_at for stage in self._stages]
+        """When each rank last sent anything, by number, in seconds of time.monotonic."""
+        return [rank.heard_at for rank in self._processes]
 
     def wake(self) -> None:
         """Make a receive() that waits in another thread return; the next one, if none does."""
@@ -178,9 +178,9 @@ class StageProcesses:
         """In a fork of the process that started them: hold nothing by which they, or others, tell
         that this process lives."""
         self._wake.close()
-        for stage in self._stages:
-            if stage.process.stdin is not None:
-                stage.process.stdin.close()
+        for rank in self._processes:
+            if rank.process.stdin is not None:
+                rank.process.stdin.close()
         self._folder.leave()
 
     def close(self, drain: bool) -> None:
@@ -194,22 +194,22 @@ class StageProcesses:
             if drain and not self._dead():
                 self._send_all(Stop(self._epoch))
                 deadline = time.monotonic() + _STOP_GRACE
-                for stage in self._stages:
+                for rank in self._processes:
                     with contextlib.suppress(subprocess.TimeoutExpired):
-                        stage.process.wait(max(0.0, deadline - time.monotonic()))
+                        rank.process.wait(max(0.0, deadline - time.monotonic()))
         finally:
-            for stage in self._stages:
-                stage.process.kill()
-            for stage in self._stages:
-                stage.process.wait()
-                if stage.process.stdin is not None:
-                    stage.process.stdin.close()
+            for rank in self._processes:
+                rank.process.kill()
+            for rank in self._processes:
+                rank.process.wait()
+                if rank.process.stdin is not None:
+                    rank.process.stdin.close()
             self._wake.close()
             self._context.destroy(linger=0)
             self._folder.remove()
-            self._stages.clear()
+            self._processes.clear()
 
-    def _spawn(self, config: StageConfig, cpus: StageCpus) -> None:
+    def _spawn(self, config: RankConfig, cpus: StageCpus) -> None:
         address = f"ipc://{self._folder.path}/rank-{config.rank}"
         watch_address = f"ipc://{self._folder.path}/watch-{config.rank}"
         # The stage binds and this side connects, since a socket that is bound but has no peer yet
@@ -260,15 +260,15 @@ class StageProcesses:
             layers=layers,
             heard_at=time.monotonic(),
         )
-        self._stages.append(rank)
+        self._processes.append(rank)
         endpoint.send(codec.encode(config))
 
-    def _send_all(self, message: ToStage) -> None:
+    def _send_all(self, message: ToRank) -> None:
         data = codec.encode(message)
-        for stage in self._stages:
-            stage.socket.send(data)
+        for rank in self._processes:
+            rank.socket.send(data)
 
-    def _receive(self, timeout_s: float) -> list[FromStage]:
+    def _receive(self, timeout_s: float) -> list[FromRank]:
         """All messages at hand; raises what is to be told if a stage failed or died."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -282,24 +282,24 @@ class StageProcesses:
                 self._woken = False
                 return messages
 
-    def _read(self, wait_s: float) -> list[FromStage]:
-        messages: list[FromStage] = []
+    def _read(self, wait_s: float) -> list[FromRank]:
+        messages: list[FromRank] = []
         for endpoint, _ in self._poller.poll(int(wait_s * 1000)):
             if endpoint == self._wake.fileno():
                 self._wake.read(8)
                 self._woken = True
                 continue
-            stage = next(stage for stage in self._stages if stage.socket is endpoint)
-            stage.heard_at = time.monotonic()
+            rank = next(rank for rank in self._processes if rank.socket is endpoint)
+            rank.heard_at = time.monotonic()
             while endpoint.poll(0):
                 try:
-                    messages.append(codec.decode_from_stage(endpoint.recv()))
+                    messages.append(codec.decode_from_rank(endpoint.recv()))
                 except msgspec.DecodeError as error:
                     raise PipelineError(f"a stage sent a message that is none: {error}") from error
         return messages
 
     def _dead(self) -> list[_Rank]:
-        return [stage for stage in self._stages if stage.process.poll() is not None]
+        return [rank for rank in self._processes if rank.process.poll() is not None]
 
     def _fault(self, failures: list[Failure]) -> HeadraceError:
         """The error to raise, once there was time for everybody's last word.
@@ -317,11 +317,11 @@ class StageProcesses:
         if own:
             return self._error_of(own[0])
         speakers = {failure.rank for failure in failures}
-        for stage in self._dead():
-            if stage.number not in speakers:
-                name = f"{stage.name} ({stage.layers})"
-                ending = _how_it_ended(stage.process.returncode)
-                return PipelineError(f"{name} {ending}{_last_line(stage)}")
+        for rank in self._dead():
+            if rank.number not in speakers:
+                name = f"{rank.name} ({rank.layers})"
+                ending = _how_it_ended(rank.process.returncode)
+                return PipelineError(f"{name} {ending}{_last_line(rank)}")
         silent = [failure for failure in failures if failure.lost_peer not in speakers]
         return self._error_of((silent or failures)[0])
 
@@ -338,10 +338,10 @@ class StageProcesses:
         check: Callable[[], None],
     ) -> list[Loaded]:
         """One message of this kind from every rank, in rank order."""
-        got: dict[int, FromStage] = {}
+        got: dict[int, FromRank] = {}
         # Seconds waited for nothing. What a wait took longer, nobody ran.
         quiet_s = 0.0
-        while len(got) < len(self._stages):
+        while len(got) < len(self._processes):
             check()
             began = time.monotonic()
             messages = self._receive(_START_LOOK)
@@ -354,19 +354,20 @@ class StageProcesses:
                 else:
                     raise StartError(f"unexpected {type(message).__name__} while starting")
             if quiet_s > _START_DEADLINE:
-                missing = [s.number for s in self._stages if s.number not in got]
+                missing = [rank.name for rank in self._processes if rank.number not in got]
                 raise StartError(
-                    f"stages {missing} showed no progress for {_START_DEADLINE:g} s while starting"
+                    f"{' and '.join(missing)} showed no progress for {_START_DEADLINE:g} s while "
+                    "starting"
                 )
         return [m for _, m in sorted(got.items()) if isinstance(m, Loaded)]
 
 
-_started: "weakref.WeakSet[StageProcesses]" = weakref.WeakSet()
+_started: "weakref.WeakSet[RankProcesses]" = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    for stages in list(_started):
-        stages.leave()
+    for processes in list(_started):
+        processes.leave()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
@@ -378,9 +379,9 @@ def _how_it_ended(code: int) -> str:
     return f"was killed by signal {-code} ({signal.strsignal(-code)})"
 
 
-def _last_line(stage: _Rank) -> str:
+def _last_line(rank: _Rank) -> str:
     """What the process wrote last, such as the loader's word on a missing library."""
-    lines = stage.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    lines = rank.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return f": {lines[-1]}" if lines else ""
 
 

@@ -31,20 +31,20 @@ from headrace.pipeline.effects import (
 from headrace.pipeline.ledger import Channel, Ledger
 from headrace.pipeline.links import Link, LinkError, Rendezvous, connect, disconnect
 from headrace.pipeline.stage_loop import StageRole, stage_loop
-from headrace.pipeline.timeline import StageTimeline
+from headrace.pipeline.timeline import RankTimeline
 from headrace.pipeline.watch import answer_when_asked
 from headrace.protocol import codec
 from headrace.protocol.messages import (
     CacheConfig,
     Failure,
-    FromStage,
+    FromRank,
     Loaded,
     Loading,
+    RankConfig,
     Ready,
     Report,
-    StageConfig,
     Stop,
-    ToStage,
+    ToRank,
 )
 from headrace.protocol.plan import Plan
 
@@ -62,13 +62,13 @@ class ControlSocket:
         self._socket.setsockopt(zmq.LINGER, 2000)
         self._socket.bind(address)
 
-    def send(self, message: FromStage) -> None:
+    def send(self, message: FromRank) -> None:
         """Queue a message to the engine."""
         self._socket.send(codec.encode(message))
 
-    def receive(self) -> ToStage:
+    def receive(self) -> ToRank:
         """The next message; blocks."""
-        return codec.decode_to_stage(self._socket.recv())
+        return codec.decode_to_rank(self._socket.recv())
 
     def take_plans(self, wait: bool) -> list[Plan | Stop]:
         """All plans that have arrived; wait: block until there is one."""
@@ -77,7 +77,7 @@ class ControlSocket:
             self._socket.poll()
         while True:
             try:
-                message = codec.decode_to_stage(self._socket.recv(zmq.NOBLOCK))
+                message = codec.decode_to_rank(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return messages
             if not isinstance(message, Plan | Stop):
@@ -93,7 +93,7 @@ def drive(
     loop: Generator[Effect, Any, None],
     control: ControlSocket,
     links: dict[Channel, Link],
-    timeline: StageTimeline,
+    timeline: RankTimeline,
     link_timeout: float,
 ) -> None:
     """Carry out a stage loop's effects until it ends.
@@ -154,7 +154,7 @@ def drive(
 
 
 def run_stage(
-    config: StageConfig, control: ControlSocket, timeline: StageTimeline, cpus: set[int]
+    config: RankConfig, control: ControlSocket, timeline: RankTimeline, cpus: set[int]
 ) -> None:
     """Load, meet the other stages, run the loop to its end on these cores."""
     device = torch.device("cpu")
@@ -192,7 +192,7 @@ def run_stage(
     disconnect()
 
 
-def _executor(config: StageConfig, control: ControlSocket, device: torch.device) -> Executor:
+def _executor(config: RankConfig, control: ControlSocket, device: torch.device) -> Executor:
     """What computes this stage's steps, with its weights and its cache."""
     note = choose_path()
     model = load_model(
@@ -222,8 +222,8 @@ def run(control_address: str, watch_address: str, cpus: set[int]) -> int:
     context = zmq.Context()
     control = ControlSocket(control_address, context)
     config = control.receive()
-    assert isinstance(config, StageConfig)
-    timeline = StageTimeline(config.epoch, config.rank)
+    assert isinstance(config, RankConfig)
+    timeline = RankTimeline(config.epoch, config.rank)
     answer_when_asked(context, watch_address, timeline)
     try:
         run_stage(config, control, timeline, cpus)

@@ -1,4 +1,4 @@
-"""Where a stage's time goes: its time line, and from it the report of each step."""
+"""Where a rank's time goes: its time line, and from it the report of each step."""
 
 from collections import deque
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def peak_memory() -> int:
     return 0
 
 
-class StageTimeline:
+class RankTimeline:
     """What one rank does, one activity after the other, in a ring of fixed size.
 
     Moments are given by the caller, in seconds of whatever clock it lives by. One thread records;

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import zmq
 
-from headrace.pipeline.timeline import StageTimeline
+from headrace.pipeline.timeline import RankTimeline
 from headrace.protocol import codec
 from headrace.protocol.messages import Activity, ShowTimeline, Timeline
 
 
 def answer_when_asked(
-    context: "zmq.Context[zmq.Socket[bytes]]", address: str, timeline: StageTimeline
+    context: "zmq.Context[zmq.Socket[bytes]]", address: str, timeline: RankTimeline
 ) -> None:
     """In a stage: show its time line to whoever asks at the address, until the context ends."""
     socket = context.socket(zmq.REP)
@@ -26,10 +26,10 @@ def answer_when_asked(
     threading.Thread(target=_answer, args=(socket, timeline), name="watch", daemon=True).start()
 
 
-def _answer(socket: "zmq.Socket[bytes]", timeline: StageTimeline) -> None:
+def _answer(socket: "zmq.Socket[bytes]", timeline: RankTimeline) -> None:
     try:
         while True:
-            message = codec.decode_to_stage(socket.recv())
+            message = codec.decode_to_rank(socket.recv())
             assert isinstance(message, ShowTimeline)
             socket.send(codec.encode(timeline.show(message.last, time.monotonic())))
     except zmq.ContextTerminated:
@@ -64,7 +64,7 @@ def ask(stages: "Sequence[zmq.Socket[bytes]]", last: int, timeout_s: float) -> l
     while len(answers) < len(stages) and (left_s := asked_at + timeout_s - time.monotonic()) > 0:
         for socket, _ in poller.poll(max(1, int(left_s * 1000))):
             assert isinstance(socket, zmq.Socket)
-            answer = codec.decode_from_stage(socket.recv())
+            answer = codec.decode_from_rank(socket.recv())
             assert isinstance(answer, Timeline)
             answers.append(on_clock_of_asker(answer, asked_at, time.monotonic()))
             poller.unregister(socket)

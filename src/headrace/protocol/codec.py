@@ -2,16 +2,16 @@
 
 import msgspec
 
-from headrace.protocol.messages import FromStage, ToStage
+from headrace.protocol.messages import FromRank, ToRank
 from headrace.protocol.plan import Plan, without_choice
 from headrace.protocol.ranks import Ranks
 
 _encoder = msgspec.msgpack.Encoder()
-_to_stage: msgspec.msgpack.Decoder[ToStage] = msgspec.msgpack.Decoder(ToStage)
-_from_stage: msgspec.msgpack.Decoder[FromStage] = msgspec.msgpack.Decoder(FromStage)
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
-def encode(message: ToStage | FromStage) -> bytes:
+def encode(message: ToRank | FromRank) -> bytes:
     """One message as bytes."""
     return _encoder.encode(message)
 
@@ -25,11 +25,11 @@ def encode_plan(plan: Plan, ranks: Ranks) -> list[bytes]:
     return [part] * before_last + [whole] * ranks.num_shards
 
 
-def decode_to_stage(data: bytes) -> ToStage:
+def decode_to_rank(data: bytes) -> ToRank:
     """A message from the engine; raises msgspec.ValidationError for anything else."""
-    return _to_stage.decode(data)
+    return _to_rank.decode(data)
 
 
-def decode_from_stage(data: bytes) -> FromStage:
+def decode_from_rank(data: bytes) -> FromRank:
     """A message from a stage; raises msgspec.ValidationError for anything else."""
-    return _from_stage.decode(data)
+    return _from_rank.decode(data)

@@ -25,7 +25,7 @@ class SyntheticTime(msgspec.Struct, array_like=True, frozen=True):
     per_row_s: float
 
 
-class StageConfig(msgspec.Struct, tag="stage_config", array_like=True, frozen=True, kw_only=True):
+class RankConfig(msgspec.Struct, tag="rank_config", array_like=True, frozen=True, kw_only=True):
     """First message to a stage: which part of which model it runs and how.
 
     rank: which of the ranks it is. share: for people; the program says what to run. model_path and
@@ -209,5 +209,5 @@ class Failure(msgspec.Struct, tag="failure", array_like=True, frozen=True):
     details: str
 
 
-ToStage = StageConfig | CacheConfig | Plan | Stop | ShowTimeline
-FromStage = Loading | Loaded | Ready | Result | Report | Failure | Timeline
+ToRank = RankConfig | CacheConfig | Plan | Stop | ShowTimeline
+FromRank = Loading | Loaded | Ready | Result | Report | Failure | Timeline

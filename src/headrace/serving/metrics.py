@@ -17,9 +17,9 @@ class ServerMetrics:
     """All metrics of one server, in a registry of its own.
 
     Names begin with `headrace:` and go on as vLLM's where the meaning is the same. Labels are the
-    model's name, stages and finish reasons: nothing that a client sends. Metrics of the process
-    (process_cpu_seconds_total and others) are of this one, not of the stages'. clock: seconds, for
-    the busy fraction.
+    model's name, stages, their shards and finish reasons: nothing that a client sends. Metrics of
+    the process (process_cpu_seconds_total and others) are of this one, not of the ranks'. clock:
+    seconds, for the busy fraction.
     """
 
     def __init__(self, model_name: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,7 +47,7 @@ class ServerMetrics:
         self._requests.cut.inc()
 
     def sample(self) -> None:
-        """To be called about once a second: how busy stages are is measured between calls."""
+        """To be called about once a second: how busy ranks are is measured between calls."""
         self._engine.sample()
 
     def render(self) -> tuple[bytes, str]:

@@ -13,18 +13,21 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from headrace.deployment.model_card import ModelCard
+from headrace.engine.rank_usage import RankUsage
 from headrace.engine.snapshot import EngineSnapshot
-from headrace.engine.stage_usage import StageUsage
+from headrace.protocol.ranks import Ranks
 
 # How far back the busy fraction looks.
 _BUSY_WINDOW_S = 10.0
+# A rank is a shard of a stage.
+_RANK_LABELS = ["model_name", "stage", "shard"]
 
 _Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 _Source = TypeVar("_Source")
 
 
 class _Figure(NamedTuple, Generic[_Source]):
-    """A number of the engine or of a stage. Prometheus adds _total to names of counters."""
+    """A number of the engine or of a rank. Prometheus adds _total to names of counters."""
 
     family: _Family
     name: str
@@ -103,7 +106,7 @@ _FIGURES: list[_Figure[EngineSnapshot]] = [
     ),
 ]
 
-_STAGE_FIGURES: list[_Figure[StageUsage]] = [
+_RANK_FIGURES: list[_Figure[RankUsage]] = [
     _Figure(
         CounterMetricFamily,
         "stage_busy_seconds",
@@ -145,7 +148,7 @@ class EngineState(Collector):
         self._model_name = model_name
         self._clock = clock
         self._engine: _Shown | None = None
-        # Moments and each stage's busy seconds by then.
+        # Moments and each rank's busy seconds by then.
         self._samples: deque[tuple[float, list[float]]] = deque()
 
     def attach(self, card: ModelCard, snapshot: Callable[[], EngineSnapshot]) -> None:
@@ -156,13 +159,13 @@ class EngineState(Collector):
         self._engine = engine
 
     def sample(self) -> None:
-        """Note how long the stages have computed so far."""
+        """Note how long the ranks have computed so far."""
         if self._engine is not None:
             self._sample(self._engine)
 
     def _sample(self, engine: _Shown) -> None:
         samples = self._samples
-        samples.append((self._clock(), [stage.busy_s for stage in engine.snapshot().stages]))
+        samples.append((self._clock(), [usage.busy_s for usage in engine.snapshot().usage]))
         while len(samples) > 2 and samples[-1][0] - samples[1][0] >= _BUSY_WINDOW_S:
             samples.popleft()
 
@@ -170,7 +173,7 @@ class EngineState(Collector):
         """What there is to see now."""
         if self._engine is None:
             return
-        now = self._engine.snapshot()
+        now, ranks = self._engine.snapshot(), self._engine.card.ranks
         model = [self._model_name]
         for figure in _FIGURES:
             family = figure.family(
@@ -178,30 +181,36 @@ class EngineState(Collector):
             )
             family.add_metric(model, figure.value(now))
             yield family
-        for of_stage in _STAGE_FIGURES:
-            values = [of_stage.value(stage) for stage in now.stages]
-            yield self._by_stage(of_stage.family, of_stage.name, of_stage.documentation, values)
-        yield self._by_stage(
-            GaugeMetricFamily,
-            "stage_busy_fraction",
+        for of_rank in _RANK_FIGURES:
+            family = of_rank.family(
+                f"headrace:{of_rank.name}", of_rank.documentation, labels=_RANK_LABELS
+            )
+            self._add_by_rank(family, ranks, [of_rank.value(usage) for usage in now.usage])
+            yield family
+        fractions = GaugeMetricFamily(
+            "headrace:stage_busy_fraction",
             f"Part of the last {_BUSY_WINDOW_S:g} seconds in which the stage computed.",
-            self._busy_fractions(len(now.stages)),
+            labels=_RANK_LABELS,
         )
+        self._add_by_rank(fractions, ranks, self._busy_fractions(ranks.count))
+        yield fractions
         yield self._cache_config(self._engine.card)
 
-    def _by_stage(
-        self, family: _Family, name: str, documentation: str, values: list[float]
-    ) -> Metric:
-        made = family(f"headrace:{name}", documentation, labels=["model_name", "stage"])
-        for stage, value in enumerate(values):
-            made.add_metric([self._model_name, str(stage)], value)
-        return made
+    def _add_by_rank(
+        self,
+        family: GaugeMetricFamily | CounterMetricFamily,
+        ranks: Ranks,
+        values: list[float],
+    ) -> None:
+        for rank, value in enumerate(values):
+            stage, shard = str(ranks.stage_of(rank)), str(ranks.shard_of(rank))
+            family.add_metric([self._model_name, stage, shard], value)
 
-    def _busy_fractions(self, num_stages: int) -> list[float]:
-        """By stage. A step counts when it is reported, so a long one could make it more than 1."""
+    def _busy_fractions(self, num_ranks: int) -> list[float]:
+        """By rank. A step counts when it is reported, so a long one could make it more than 1."""
         (began, before), (ended, after) = self._samples[0], self._samples[-1]
         if ended <= began:
-            return [0.0] * num_stages
+            return [0.0] * num_ranks
         return [
             min(1.0, (late - early) / (ended - began))
             for early, late in zip(before, after, strict=True)

@@ -30,7 +30,7 @@ from headrace.pipeline.effects import (
 from headrace.pipeline.ledger import Channel, Ledger, LedgerError
 from headrace.pipeline.links import LinkError
 from headrace.pipeline.stage_loop import StageRole, stage_loop
-from headrace.pipeline.timeline import StageTimeline
+from headrace.pipeline.timeline import RankTimeline
 from headrace.protocol import codec
 from headrace.protocol.messages import Report, Result, Stop, Timeline
 from headrace.protocol.plan import Plan
@@ -88,8 +88,8 @@ class VirtualStages:
         self.killed = False
         self._heard_at = [0.0] * len(executors)
         self._ranks = ranks = Ranks(len(executors) // num_shards, num_shards)
-        self._stages = [
-            _Stage(
+        self._by_rank = [
+            _Rank(
                 StageRole(n, ranks, epoch, window, max_rows, blocking_feedback),
                 executor,
                 clock,
@@ -103,20 +103,21 @@ class VirtualStages:
             for n, executor in enumerate(executors)
         ]
         self._plans_to = [
-            _Socket(clock, partial(socket_delay, n), stage.take)
-            for n, stage in enumerate(self._stages)
+            _Socket(clock, partial(socket_delay, n), rank.take)
+            for n, rank in enumerate(self._by_rank)
         ]
 
     def send(self, plan: Plan) -> None:
-        """Give the plan to every stage, in order."""
+        """Give the plan to every rank, in order."""
         self.events.append((self._clock.now, "engine", plan))
         for socket, data in zip(self._plans_to, codec.encode_plan(plan, self._ranks), strict=True):
             socket.send(data)
 
-    def send_to(self, stage: int, message: Plan | Stop) -> None:
-        """Give a message to one stage alone."""
-        self.events.append((self._clock.now, f"to stage {stage} alone", message))
-        self._plans_to[stage].send(codec.encode(message))
+    def send_to(self, rank: int, message: Plan | Stop) -> None:
+        """Give a message to one rank alone."""
+        to = f"to {self._ranks.name(rank)} alone"
+        self.events.append((self._clock.now, to, message))
+        self._plans_to[rank].send(codec.encode(message))
 
     def receive(self, timeout_s: float) -> list[Result | Report]:
         """Messages of this epoch that arrived, after up to timeout_s of virtual time for the first.
@@ -131,7 +132,7 @@ class VirtualStages:
             pass
         messages: list[Result | Report] = []
         for data in self._inbox:
-            message = codec.decode_from_stage(data)
+            message = codec.decode_from_rank(data)
             assert isinstance(message, Result | Report)
             if message.epoch == self._epoch:
                 messages.append(message)
@@ -139,30 +140,32 @@ class VirtualStages:
         return messages
 
     def timelines(self, last: int, timeout_s: float) -> list[Timeline]:
-        """At most the last so many activities of each stage; nobody needs time to answer."""
-        return [stage.timeline.show(last, self._clock.now) for stage in self._stages]
+        """At most the last so many activities of each rank; nobody needs time to answer."""
+        return [rank.timeline.show(last, self._clock.now) for rank in self._by_rank]
 
     def signs_of_life(self) -> list[float]:
-        """When the last message of each stage came, by stage."""
+        """When the last message of each rank came, by its number."""
         return list(self._heard_at)
 
     def stop(self) -> None:
         """Have the stages run the plans that they have, drain their links and end."""
-        for stage in range(len(self._stages)):
-            self.send_to(stage, Stop(self._epoch))
-        while not all(stage.done for stage in self._stages):
+        for rank in range(self._ranks.count):
+            self.send_to(rank, Stop(self._epoch))
+        while not all(rank.done for rank in self._by_rank):
             if not self._clock.run_next():
-                waiting = [n for n, stage in enumerate(self._stages) if not stage.done]
-                raise PipelineError(f"stages {waiting} were told to stop and do not")
+                waiting = " and ".join(
+                    self._ranks.name(n) for n, rank in enumerate(self._by_rank) if not rank.done
+                )
+                raise PipelineError(f"{waiting} was told to stop and does not")
 
     def kill(self) -> None:
         """All stages are gone at once; what they sent to the engine before still arrives."""
         self.killed = True
-        for stage in self._stages:
-            stage.killed = True
+        for rank in self._by_rank:
+            rank.killed = True
 
-    def _hear(self, stage: int, data: bytes) -> None:
-        self._heard_at[stage] = self._clock.now
+    def _hear(self, rank: int, data: bytes) -> None:
+        self._heard_at[rank] = self._clock.now
         self._inbox.append(data)
 
 
@@ -185,7 +188,7 @@ class _Socket:
         self._deliver(self._on_their_way.popleft())
 
 
-class _Stage:
+class _Rank:
     """Carries a stage loop's effects out until one takes time, and goes on when it is over.
 
     The same as stage_worker.drive() in virtual time.
@@ -203,7 +206,7 @@ class _Stage:
         link_timeout: float,
         events: deque[tuple[float, str, object]],
     ) -> None:
-        self.timeline = StageTimeline(role.epoch, role.rank, memory=lambda: 0)
+        self.timeline = RankTimeline(role.epoch, role.rank, memory=lambda: 0)
         self.done = self.killed = False
         self._role = role
         self._clock = clock
@@ -315,7 +318,7 @@ class _Stage:
         """All that have arrived."""
         messages: list[Plan | Stop] = []
         for data in self._inbox:
-            message = codec.decode_to_stage(data)
+            message = codec.decode_to_rank(data)
             assert isinstance(message, Plan | Stop)
             messages.append(message)
             if isinstance(message, Plan):

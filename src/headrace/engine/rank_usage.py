@@ -1,4 +1,4 @@
-"""How busy each stage was, added up from its reports."""
+"""How busy each rank was, added up from its reports."""
 
 import math
 
@@ -7,8 +7,8 @@ import msgspec
 from headrace.protocol.messages import Report
 
 
-class StageUsage(msgspec.Struct, frozen=True, gc=False):
-    """Totals of one stage over some steps, in seconds of that stage's clock. newest_step: of this
+class RankUsage(msgspec.Struct, frozen=True, gc=False):
+    """Totals of one rank over some steps, in seconds of its own clock. newest_step: of this
     epoch, the last that it reported on."""
 
     began: float = math.inf
@@ -19,9 +19,9 @@ class StageUsage(msgspec.Struct, frozen=True, gc=False):
     peak_memory_bytes: int = 0
     newest_step: int = -1
 
-    def plus(self, report: Report) -> "StageUsage":
+    def plus(self, report: Report) -> "RankUsage":
         """The totals with one more step's report."""
-        return StageUsage(
+        return RankUsage(
             min(self.began, report.began),
             max(self.ended, report.ended),
             self.busy_s + report.forward_s + report.sample_s,
