@@ -22,10 +22,15 @@ _REMEMBERED_STEPS = 5000
 _TRIAL_LOOKS = 8
 
 
+def steps_in_a_round(num_microbatches: int, num_stages: int) -> int:
+    """Steps from one of a microbatch to its next, if no stage is to wait for a token."""
+    return max(num_microbatches, num_stages)
+
+
 def window_of(num_microbatches: int, num_stages: int) -> int:
     """Steps planned beyond the newest result: each group's next, and two to hide the way of plans
     and results."""
-    return max(num_microbatches, num_stages) + 2
+    return steps_in_a_round(num_microbatches, num_stages) + 2
 
 
 def round_seconds(count: int, work: StepWork, costs: Items[StepCost], link_s: float) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from headrace.engine.link_time import LinkTime
-from headrace.engine.microbatch_count import MicrobatchTuner
+from headrace.engine.microbatch_count import MicrobatchTuner, steps_in_a_round
 from headrace.engine.rank_usage import RankUsage
 from headrace.engine.step_cost import PRIOR, CostFit, StepCost, StepWork, dearest
 from headrace.protocol.messages import Report
@@ -95,7 +95,7 @@ class Pace:
         if self.tuner is None or not work.tokens:
             return current
         count = self.tuner.next_count(current, work, self.costs, self.link_s)
-        self._next_look = step + max(count, self.ranks.num_stages)
+        self._next_look = step + steps_in_a_round(count, self.ranks.num_stages)
         if count != current:
             _log.info(
                 "num_microbatches %d -> %d: %d sequences decode, a step of all takes the slowest "

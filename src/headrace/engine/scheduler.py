@@ -10,6 +10,7 @@ import msgspec
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.counters import Counters
 from headrace.engine.limits import SchedulerConfig
+from headrace.engine.microbatch_count import steps_in_a_round
 from headrace.engine.microbatches import Microbatches
 from headrace.engine.plan_draft import PlanDraft, StepInFlight
 from headrace.engine.prefill_order import PrefillOrder, ShortestFirst
@@ -312,8 +313,8 @@ class Scheduler:
 
     @property
     def _round(self) -> int:
-        """Steps from one of a group to its next, if no stage is to wait for a token."""
-        return max(self._groups.count, self.config.num_stages)
+        """Steps in which every group has a turn."""
+        return steps_in_a_round(self._groups.count, self.config.num_stages)
 
     @property
     def _prefill_possible(self) -> bool:
