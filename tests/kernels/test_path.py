@@ -153,6 +153,8 @@ def test_the_best_path_of_the_machine_is_taken_unless_another_is_named() -> None
         best = "avx2"
         if flags >= {"avx512f", "avx512bw", "avx512dq", "avx512vl"}:
             best = "avx512"
+            if flags >= {"amx_tile", "amx_bf16"}:
+                best = "amx"
     assert path.path_name() == best
 
 

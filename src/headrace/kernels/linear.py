@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels import path
+from headrace.kernels.memory import Arena
 
 # oneDNN 3.7 multiplies so many rows of bfloat16 more slowly than a few more: 32 rows by SmolLM2's
 # output projection took 7.0 ms on two cores with AMX, 33 rows 4.3 ms.
@@ -15,27 +16,33 @@ _SLOW_ROWS = range(17, 33)
 class Linear:
     """y = x W^T + b for W [out, in] and optional b [out].
 
-    On CPUs with arithmetic for dtype that only oneDNN uses (bfloat16 and float16 with AVX-512 or
-    AMX) W is packed for oneDNN. Other CPUs multiply by the native kernel, which keeps W in its
-    dtype and computes in float32: it reads half as much as float32 would, and each row's result is
-    the same, bit for bit, whatever other rows there are. Without native kernels, W is held in
-    float32 where the CPU has no arithmetic for dtype.
+    On CPUs with arithmetic for dtype that only oneDNN uses (float16, and bfloat16 with AVX-512 but
+    without AMX) W is packed for oneDNN. Other CPUs multiply by the native kernel, which keeps W in
+    its dtype: each row's result is the same, bit for bit, whatever other rows there are. Without
+    native kernels, W is held in float32 where the CPU has no arithmetic for dtype.
+
+    arena: where W is laid out for the native kernel; None: by itself.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        arena: Arena | None = None,
+    ) -> None:
         self.out_features, self.in_features = weight.shape
         self.dtype = dtype
         on_cpu = weight.device.type == "cpu"
-        half_width = on_cpu and dtype != torch.float32 and not path.is_chosen()
-        by_onednn = half_width and computes_natively(dtype)
-        self.native = path.runs_native(weight.device, dtype) and not by_onednn
+        own = path.is_chosen() or path.multiplies_natively(dtype) or not computes_natively(dtype)
+        self.native = path.runs_native(weight.device, dtype) and own
         self._wide = on_cpu and not self.native and not computes_natively(dtype)
         held = torch.float32 if self._wide else dtype
         weight = weight.to(dtype).to(held)
         self._bias = None if bias is None else bias.to(dtype).to(held)
         self._packed = on_cpu and not self.native and _can_pack()
         if self.native:
-            weight = pack(weight)
+            weight = pack(weight, arena or Arena())
         elif self._packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         self._weight = weight
@@ -94,11 +101,11 @@ def computes_natively(dtype: torch.dtype) -> bool:
     return True
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
+def pack(weight: torch.Tensor, arena: Arena) -> torch.Tensor:
     """A weight [out, in] of float32 or bfloat16 laid out for the native product, flat."""
     weight = weight.contiguous()
     sizes = (*weight.shape, weight.dtype == torch.bfloat16)
-    packed = torch.empty(path.native.packed_size(*sizes), dtype=weight.dtype)
+    packed = arena.take(path.native.packed_size(*sizes), weight.dtype)
     path.native.pack(weight.data_ptr(), packed.data_ptr(), *sizes)
     return packed
 

@@ -104,6 +104,13 @@ def is_chosen() -> bool:
     return _chosen
 
 
+def multiplies_natively(dtype: torch.dtype) -> bool:
+    """Whether the path taken has products of dtype that need not convert it first."""
+    if _path == REFERENCE:
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and native.multiplies_bfloat16())
+
+
 def runs_native(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether native kernels work on such tensors."""
     return _path != REFERENCE and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)

@@ -142,9 +142,11 @@ struct ChooseArgs {
   Type type;
 };
 
+// multiplies_bfloat16: whether linear() has arithmetic for it, and need not convert it first.
 struct Kernels {
   const char* name;
-  int panel;
+  bool multiplies_bfloat16;
+  int64_t (*packed_size)(int64_t outs, int64_t ins, WeightKind weights);
   void (*pack)(const void* weight, void* packed, int64_t outs, int64_t ins, WeightKind weights);
   void (*embed)(const EmbedArgs&);
   void (*linear)(const LinearArgs&);
@@ -162,4 +164,7 @@ extern const Kernels kPortable;
 #ifdef HEADRACE_X86
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
+#endif
+#ifdef HEADRACE_HAS_AMX
+extern const Kernels kAmx;
 #endif

@@ -13,9 +13,23 @@ HEADRACE_INLINE int64_t block_of_rows(int64_t ins) {
   return rows < 2 * kMostRows ? 2 * kMostRows : rows;
 }
 
+// Inputs of a panel that are never parted: a word's, or a tile's.
+#ifdef HEADRACE_AMX
+template <typename T>
+constexpr int kInsTogether = sizeof(T) == 2 ? 32 : kPair<T>;
+#else
+template <typename T>
+constexpr int kInsTogether = kPair<T>;
+#endif
+
 template <typename T>
 HEADRACE_INLINE int64_t padded_ins(int64_t ins) {
-  return (ins + kPair<T> - 1) / kPair<T> * kPair<T>;
+  return (ins + kInsTogether<T> - 1) / kInsTogether<T> * kInsTogether<T>;
+}
+
+template <typename T>
+int64_t packed_size(int64_t outs, int64_t ins) {
+  return (outs + kPanel - 1) / kPanel * kPanel * padded_ins<T>(ins);
 }
 
 // weight [outs, ins] to panels of [ins / pair][kPanel][pair]; what is beyond outs and ins is 0.

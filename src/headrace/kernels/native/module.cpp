@@ -2,6 +2,12 @@
 //
 // Arguments are addresses and sizes, because taking a tensor apart costs more than many of these
 // kernels; kernels/*.py check shapes and types and are what others call.
+#ifdef HEADRACE_HAS_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -25,6 +31,17 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
+#ifdef HEADRACE_HAS_AMX
+// Whether the CPU has tiles of bfloat16 (CPUID leaf 7, EDX bits 22 and 24), and Linux lets this
+// process use them, which it must be asked for (Documentation/arch/x86/xstate.rst).
+bool may_use_tiles() {
+  constexpr int request_permission = 0x1023, tile_data = 18;
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1) &&
+         syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+}
+#endif
+
 // Best last.
 std::vector<const Kernels*> usable_paths() {
   std::vector<const Kernels*> paths{&kPortable};
@@ -37,6 +54,9 @@ std::vector<const Kernels*> usable_paths() {
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
     paths.push_back(&kAvx512);
+#endif
+#ifdef HEADRACE_HAS_AMX
+  if (paths.back() == &kAvx512 && may_use_tiles()) paths.push_back(&kAmx);
 #endif
   return paths;
 }
@@ -199,9 +219,10 @@ NB_MODULE(_native, m) {
   m.def("use_path", use_path, "Take this path from now on; what was packed before is void.");
   m.def("path_name", [] { return path->name; });
 
+  m.def("multiplies_bfloat16", [] { return path->multiplies_bfloat16; },
+        "Whether the path taken multiplies bfloat16 without converting it.");
   m.def("packed_size", [](int64_t outs, int64_t ins, bool bfloat16) {
-    const int64_t panels = (outs + path->panel - 1) / path->panel;
-    return panels * path->panel * (bfloat16 ? (ins + 1) / 2 * 2 : ins);
+    return path->packed_size(outs, ins, kind_of(bfloat16));
   }, "Elements that pack() writes for a weight [outs, ins].");
   m.def("pack", [](Address weight, Address packed, int64_t outs, int64_t ins, bool bfloat16) {
     path->pack(at(weight), at(packed), outs, ins, kind_of(bfloat16));

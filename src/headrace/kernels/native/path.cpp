@@ -1,5 +1,8 @@
 // One path's kernels: compiled once for each, with HEADRACE_TABLE, HEADRACE_NAME, HEADRACE_LANES
 // and the compiler's flags for the instructions set by CMakeLists.txt.
+#ifdef HEADRACE_AMX
+#include "amx.hpp"
+#endif
 #include "attention.hpp"
 #include "elementwise.hpp"
 #include "kernels.hpp"
@@ -12,12 +15,24 @@ namespace {
 #define HEADRACE_BY_TYPE(type, kernel, ...) \
   (type) == Type::kBfloat16 ? kernel<Bf16>(__VA_ARGS__) : kernel<float>(__VA_ARGS__)
 
+int64_t packed_size_any(int64_t outs, int64_t ins, WeightKind weights) {
+  return weights == WeightKind::kBfloat16 ? packed_size<Bf16>(outs, ins)
+                                          : packed_size<float>(outs, ins);
+}
 void pack_any(const void* weight, void* packed, int64_t outs, int64_t ins, WeightKind weights) {
   weights == WeightKind::kBfloat16 ? pack<Bf16>(weight, packed, outs, ins)
                                    : pack<float>(weight, packed, outs, ins);
 }
 void embed_any(const EmbedArgs& args) { HEADRACE_BY_TYPE(args.type, embed, args); }
+#ifdef HEADRACE_AMX
+constexpr bool kMultipliesBfloat16 = true;
+void linear_any(const LinearArgs& args) {
+  args.type == Type::kBfloat16 ? linear_by_tiles(args) : linear<float>(args);
+}
+#else
+constexpr bool kMultipliesBfloat16 = false;
 void linear_any(const LinearArgs& args) { HEADRACE_BY_TYPE(args.type, linear, args); }
+#endif
 void rms_norm_any(const NormArgs& args) { HEADRACE_BY_TYPE(args.type, rms_norm, args); }
 void head_norm_any(const HeadNormArgs& args) { HEADRACE_BY_TYPE(args.type, head_norm, args); }
 void rotate_any(const RotateArgs& args) { HEADRACE_BY_TYPE(args.type, rotate_and_write, args); }
@@ -31,6 +46,7 @@ void choose_any(const ChooseArgs& args) { HEADRACE_BY_TYPE(args.type, choose, ar
 }  // namespace
 
 extern const Kernels HEADRACE_TABLE = {
-    HEADRACE_NAME, kPanel,        pack_any, embed_any, linear_any,   rms_norm_any, head_norm_any,
-    rotate_any,    attention_any, gate_any, add_any,   soft_cap_any, choose_any,
+    HEADRACE_NAME, kMultipliesBfloat16, packed_size_any, pack_any, embed_any,    linear_any,
+    rms_norm_any,  head_norm_any,       rotate_any,      attention_any, gate_any, add_any,
+    soft_cap_any,  choose_any,
 };
