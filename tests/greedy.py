@@ -9,7 +9,7 @@ from headrace.checkpoint.locate import locate_model
 from headrace.deployment.partition import stage_shares
 from headrace.engine.limits import SchedulerConfig
 from headrace.engine.prepared import stage_sampling
-from headrace.engine.request import Sequence
+from headrace.engine.request import Request, Sequence
 from headrace.engine.scheduler import Scheduler
 from headrace.execution.model_executor import ModelExecutor
 from headrace.protocol.messages import Result
@@ -44,7 +44,7 @@ def run_stages(
         executors.append(_Recorder(stage, 2, 40, 4, 32, torch.device("cpu")))
     greedy = SamplingParams(temperature=0, max_tokens=outputs)
     sampling = stage_sampling(greedy, seed=0)
-    sequence = Sequence(0, 0, prompt, greedy, sampling, outputs)
+    sequence = Sequence(Request(0, prompt, greedy, outputs), 0, sampling)
     scheduler = Scheduler(
         SchedulerConfig(
             max_model_len=128,

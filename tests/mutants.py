@@ -101,8 +101,8 @@ MUTANTS = [
         (
             "self._releasing.append(sequence)",
             "self._releasing.append(sequence)\n"
-            "    self._pool.give_back(sequence.blocks)\n"
-            "    sequence.blocks = []",
+            "    self._room._pool.give_back(sequence.running.blocks)\n"
+            "    sequence.running.blocks = []",
         ),
         seed=59,
     ),
@@ -119,7 +119,7 @@ MUTANTS = [
     _mutant(
         "prefix block shared before it is written",
         "engine.prefix_cache:PrefixCache.chunk_planned",
-        ("sequence.planned_positions // self._block_size", "len(sequence.blocks)"),
+        ("run.planned_positions // self._block_size", "len(run.blocks)"),
     ),
     _mutant(
         "slot released before its step has run",
@@ -138,15 +138,15 @@ MUTANTS = [
         "preempted sequence admitted again while results are missing",
         "engine.scheduler:Scheduler._plan_chunks",
         (
-            "if closed or sequence.in_flight or sequence.slot is not None",
-            "if closed or sequence.slot is not None",
+            "if closed or sequence.in_flight or sequence.run is not None",
+            "if closed or sequence.run is not None",
         ),
         seed=100,
     ),
     _mutant(
         "sequence that changes groups loses its token",
         "engine.microbatches:Microbatches.leave",
-        ("sequence.microbatch = None", "sequence.microbatch = sequence.newest_sample = None"),
+        ("run.microbatch = None", "run.microbatch = run.newest_sample = None"),
     ),
     _mutant(
         "sequence forgotten on a change of num_microbatches",
@@ -207,7 +207,7 @@ MUTANTS = [
     ),
     _mutant(
         "waiting sequences are never admitted",
-        "engine.scheduler:Scheduler._has_room_for",
+        "engine.room:Room.fits",
         ("return needed", "return 10_000 + needed"),
     ),
     _mutant(
@@ -225,13 +225,14 @@ MUTANTS = [
         "engine.scheduler:Scheduler.new_epoch",
         (
             "    for sequence in [*unfinished, *self._releasing]:\n",
-            "    pool = self._pool\n"
+            "    pool = self._room._pool\n"
             "    for sequence in [*unfinished, *self._releasing]:\n"
-            "        pool.give_back(sequence.blocks)\n",
+            "        pool.give_back(sequence.run.blocks if sequence.run else [])\n",
         ),
         (
             "self._begin(epoch, self._groups.count)",
-            "self._begin(epoch, self._groups.count)\n    self._pool = self._cache._pool = pool",
+            "self._begin(epoch, self._groups.count)\n"
+            "    self._room._pool = self._room.cache._pool = pool",
         ),
     ),
     _mutant(
@@ -259,6 +260,22 @@ MUTANTS = [
         "rows of a lost epoch waited for",
         "engine.scheduler:Scheduler.new_epoch",
         ("sequence.in_flight = 0", "pass"),
+    ),
+    _mutant(
+        "run of a lost epoch kept, with references to its tokens",
+        "engine.scheduler:Scheduler.new_epoch",
+        ("sequence.run = None", "pass"),
+    ),
+    _mutant(
+        "token of a lost epoch referred to",
+        "engine.scheduler:Scheduler._plan_decode_rows",
+        (
+            "token, start = run.newest_sample, None",
+            "kept = self.__dict__.setdefault('_kept', {})\n"
+            "            token = kept.setdefault((sequence, index), run.newest_sample)\n"
+            "            start = None",
+        ),
+        seed=12,
     ),
     _mutant(
         "accepted tokens computed again after a lost epoch",

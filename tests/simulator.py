@@ -389,7 +389,7 @@ class Simulation:
                 _equal("prompt logprobs", request.prompt_logprobs, request.prompt[1:])
         scheduler = self.engine.scheduler
         _equal("free blocks", scheduler.free_blocks, scheduler.config.num_blocks)
-        _equal("free slots", len(scheduler._free_slots), scheduler.config.max_num_seqs)
+        _equal("slots used", scheduler.slots_used, 0)
         _equal("requests that the engine remembers", len(self.engine._requests), 0)
         _equal(
             "rules on the stages",

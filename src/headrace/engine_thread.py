@@ -41,7 +41,9 @@ class Submission:
         salt: bytes = b"",
         on_arrival: Callable[[int, list[OutputDelta]], None] = lambda _, __: None,
     ) -> None:
-        self.requests = [Request(self, number, prompt) for number, prompt in enumerate(prompts)]
+        self.requests = [
+            SubmittedPrompt(self, number, prompt) for number, prompt in enumerate(prompts)
+        ]
         self.prepared = prepared
         self.params = prepared.params
         self.priority = priority
@@ -116,7 +118,7 @@ class Submission:
 
 
 @dataclass(eq=False)
-class Request:
+class SubmittedPrompt:
     """One prompt of a submission. engine_id belongs to the engine's thread."""
 
     submission: Submission
@@ -126,7 +128,7 @@ class Request:
 
 
 _Order = Callable[[], None]
-_Delivery = tuple[Request, list[OutputDelta]]
+_Delivery = tuple[SubmittedPrompt, list[OutputDelta]]
 
 
 class EngineThread:
@@ -136,7 +138,7 @@ class EngineThread:
         self._engine = running.engine
         self._processes = running.processes
         self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, SubmittedPrompt] = {}
         self._closing = False
         # Reentrant, since the garbage collector may close a forgotten engine at any moment.
         self._lock = threading.RLock()

@@ -11,7 +11,7 @@ from headrace.bench.stage_alone import load_executor, replay, seconds_alone
 from headrace.checkpoint.gguf_file import read_gguf
 from headrace.deployment.partition import stage_shares
 from headrace.engine.limits import SchedulerConfig
-from headrace.engine.request import Sequence
+from headrace.engine.request import Request, Sequence
 from headrace.engine.scheduler import Scheduler
 from headrace.errors import PipelineError
 from headrace.host.cpus import StageCpus
@@ -44,7 +44,8 @@ def complete_plans(requests: int = 6) -> list[Plan]:
     params = SamplingParams(temperature=0.0, max_tokens=5)
     for number in range(requests):
         prompt = [number + 1] * (7 + 3 * number)
-        scheduler.add(Sequence(number, 0, prompt, params, Sampling(seed=0, temperature=0.0), 5))
+        request = Request(number, prompt, params, 5)
+        scheduler.add(Sequence(request, 0, Sampling(seed=0, temperature=0.0)))
     plans, in_flight = [], deque[Plan]()
     while not scheduler.idle:
         while (plan := scheduler.plan()) is not None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headrace.engine.limits import SchedulerConfig
 from headrace.engine.prefill_order import FirstCome, PrefillOrder, ShortestFirst
-from headrace.engine.request import Sequence
+from headrace.engine.request import Request, Run, Sequence
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.waiting import WaitingQueue
 from headrace.protocol.messages import Result
@@ -19,21 +19,27 @@ STEP = 10
 
 def sequence(arrival: int, prompt: int, priority: int = 0) -> Sequence:
     params = SamplingParams(max_tokens=1)
-    one = Sequence(arrival, 0, [1] * prompt, params, Sampling(seed=0), 1, priority, arrival)
-    one.known = one.prompt
+    request = Request(arrival, [1] * prompt, params, 1, priority)
+    return Sequence(request, 0, Sampling(seed=0), arrival)
+
+
+def begun(arrival: int, prompt: int, planned: int = 0) -> Sequence:
+    """One that has a slot, and so many positions planned."""
+    one = sequence(arrival, prompt)
+    one.run = Run(0, one.request.prompt, [], 0, planned)
     return one
 
 
 def waiting(*sequences: Sequence) -> WaitingQueue:
     queue = WaitingQueue()
     for one in sequences:
-        queue.push(one, len(one.prompt))
+        queue.push(one, len(one.request.prompt))
     return queue
 
 
 def test_the_least_left_goes_first_whether_it_has_begun_or_not() -> None:
-    long, middle, short, shortest = (sequence(n, size) for n, size in enumerate([90, 60, 30, 10]))
-    middle.planned_positions = 40
+    long, middle = begun(0, 90), begun(1, 60, planned=40)
+    short, shortest = sequence(2, 30), sequence(3, 10)
     queue = waiting(short, shortest)
     turns = list(ShortestFirst().turns([long, middle], queue, 9))
     assert turns == [shortest, middle, short, long]
@@ -43,18 +49,18 @@ def test_the_least_left_goes_first_whether_it_has_begun_or_not() -> None:
 
 
 def test_of_two_alike_the_one_that_came_first_goes_first() -> None:
-    first, second = sequence(0, 30), sequence(1, 30)
+    first, second = sequence(0, 30), begun(1, 30)
     assert list(ShortestFirst().turns([second], waiting(first), 9)) == [first, second]
 
 
 def test_a_better_priority_goes_before_anything_shorter() -> None:
-    short, urgent = sequence(0, 5), sequence(1, 90, priority=-1)
+    short, urgent = begun(0, 5), sequence(1, 90, priority=-1)
     assert list(ShortestFirst().turns([short], waiting(urgent), 9)) == [urgent, short]
 
 
 def test_what_others_had_is_owed_to_the_oldest() -> None:
     order = ShortestFirst()
-    long, short, other = sequence(0, 90), sequence(1, 8), sequence(2, 9)
+    long, short, other = begun(0, 90), begun(1, 8), begun(2, 9)
     assert list(order.turns([long, short, other], WaitingQueue(), 0)) == [short, other, long]
     order.planned({short: 6, long: 4}, [])
     assert next(iter(order.turns([long, short, other], WaitingQueue(), 0))) is long
@@ -66,7 +72,7 @@ def test_what_others_had_is_owed_to_the_oldest() -> None:
 
 def test_nothing_is_owed_to_who_waits_for_a_beginning_that_is_computed_for_another() -> None:
     order = ShortestFirst()
-    oldest, leader = sequence(0, 90), sequence(1, 80)
+    oldest, leader = sequence(0, 90), begun(1, 80)
     list(order.turns([leader], waiting(oldest), 9))
     order.planned({leader: 10}, [oldest])
     assert oldest.owed_prefill == 0
@@ -110,7 +116,7 @@ class Line:
         self.total += sum(len(row.inputs) for row in plan.rows)
         tokens = [[1] if row_samples(row) else [] for row in plan.rows]
         for accepted in self.scheduler.take_result(Result(0, plan.step, tokens, [])):
-            self.ended[accepted.sequence.request_id] = self.total
+            self.ended[accepted.sequence.request.id] = self.total
 
 
 @given(
@@ -132,8 +138,8 @@ def test_nobody_waits_more_than_twice_as_long_as_first_come_first_served(
     while not line.scheduler.idle:
         line.step()
     for n, one in enumerate(line.sequences):
-        before = [s for s in line.sequences[:n] if line.ended[s.request_id] > came[n]]
-        work = len(one.prompt) + sum(len(s.prompt) for s in before)
+        before = [s for s in line.sequences[:n] if line.ended[s.request.id] > came[n]]
+        work = len(one.request.prompt) + sum(len(s.request.prompt) for s in before)
         assert line.ended[n] - came[n] <= 2 * work + STEP * (len(before) + 2)
 
 

@@ -32,8 +32,7 @@ def test_only_requests_with_the_same_salt_find_what_others_left(
     engine = scheduler(num_blocks=200)
     left: dict[bytes, list[list[int]]] = {}
     for number, (prompt, salt) in enumerate(requests):
-        own = sequence(number, prompt, 1)
-        own.salt = salt
+        own = sequence(number, prompt, 1, salt=salt)
         engine.add(own)
         run(engine, 20)
         assert own.cached_tokens == shared(prompt, left.get(salt, []))

@@ -15,7 +15,7 @@ from headrace.engine.limits import SchedulerConfig
 from headrace.engine.plan_draft import MOST_REPORTED
 from headrace.engine.prefill_order import FirstCome, PrefillOrder
 from headrace.engine.prepared import stage_sampling
-from headrace.engine.request import Sequence
+from headrace.engine.request import Request, Sequence
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.step_cost import StepCost
 from headrace.errors import PipelineError, UsageError
@@ -44,21 +44,33 @@ def scheduler(order: PrefillOrder | None = None, **changes: Any) -> Scheduler:
 
 
 def sequence(
-    number: int, prompt: int | list[int], outputs: int, priority: int = 0, **params: Any
+    number: int,
+    prompt: int | list[int],
+    outputs: int,
+    priority: int = 0,
+    salt: bytes = b"",
+    own_report_size: int = 0,
+    **params: Any,
 ) -> Sequence:
     tokens = [100 + number] * prompt if isinstance(prompt, int) else prompt
     asked = SamplingParams(max_tokens=outputs, **params)
-    stops = frozenset(asked.stop_token_ids)
-    return Sequence(
+    request = Request(
         number,
-        0,
         tokens,
         asked,
-        stage_sampling(asked, number),
-        outputs,
+        # Prompts beyond MAX_LEN are for schedulers that take them.
+        min(outputs, MAX_LEN - len(tokens)) if len(tokens) < MAX_LEN else outputs,
         priority,
-        stop_tokens=stops,
+        salt,
+        stop_tokens=frozenset(asked.stop_token_ids),
+        own_report_size=own_report_size,
     )
+    return Sequence(request, 0, stage_sampling(asked, number))
+
+
+def group_of(sequence: Sequence) -> int | None:
+    """The microbatch that it belongs to, if it decodes."""
+    return None if sequence.run is None else sequence.run.microbatch
 
 
 def result_of(plan: Plan, token: int = 5) -> Result:
@@ -192,17 +204,17 @@ class Load(RuleBasedStateMachine):
             if row.yields & Yield.TOKEN:
                 self.sampled[TokenRef(plan.step, number)] = token
         for accepted in self.scheduler.take_result(result_of(plan, token)):
-            assert len(accepted.sequence.outputs) <= accepted.sequence.max_outputs
+            assert len(accepted.sequence.outputs) <= accepted.sequence.request.max_outputs
 
     @rule(microbatches=st.integers(1, 5), ahead=st.integers(1, 3))
     def change_microbatches(self, microbatches: int, ahead: int) -> None:
-        before = [s for s in self.sequences if s.microbatch is not None]
+        before = [s for s in self.sequences if group_of(s) is not None]
         self.window = microbatches + ahead
         self.scheduler.set_microbatches(microbatches, self.window)
         assert self.scheduler.num_microbatches == microbatches
-        assert [s for s in self.sequences if s.microbatch is not None] == before
+        assert [s for s in self.sequences if group_of(s) is not None] == before
         assert self.scheduler.decode_work.tokens == len(before)
-        assert all(s.microbatch in range(microbatches) for s in before if s.microbatch is not None)
+        assert all(group_of(s) in range(microbatches) for s in before)
 
     @rule()
     def lose_everything_in_flight(self) -> None:
@@ -222,15 +234,15 @@ class Load(RuleBasedStateMachine):
         for s in self.sequences:
             if s.finish_reason == "stop":
                 assert s.outputs[-1] == EOS
-                assert not s.params.ignore_eos
+                assert not s.request.params.ignore_eos
             if s.finish_reason == "length":
-                assert len(s.outputs) == s.max_outputs
+                assert len(s.outputs) == s.request.max_outputs
 
     @invariant()
     def counts_are_those_of_the_sequences(self) -> None:
-        holding = [s for s in self.sequences if s.slot is not None]
+        holding = [s.run for s in self.sequences if s.run is not None]
         assert self.scheduler.slots_used == len(holding)
-        assert self.scheduler.blocks_used == len({b for s in holding for b in s.blocks})
+        assert self.scheduler.blocks_used == len({b for run in holding for b in run.blocks})
         unfinished = sum(not s.finished for s in self.sequences)
         assert self.scheduler.num_running + self.scheduler.num_waiting == unfinished
 
@@ -304,7 +316,7 @@ def test_groups_that_endings_left_uneven_are_evened_out() -> None:
     first = engine.plan()
     assert first is not None
     engine.take_result(result_of(first))
-    together = [one for one in everyone if one.microbatch == 0]
+    together = [one for one in everyone if group_of(one) == 0]
     for one in everyone:
         if one not in together:
             engine.finish(one, "abort")
@@ -448,12 +460,14 @@ def test_the_newest_is_preempted_and_comes_back_with_its_tokens() -> None:
     engine.add(new)
     while not engine.counters.preemptions:
         run(engine, 1)
-    assert old.slot is not None
-    assert new.slot is None
+    assert old.run is not None
+    assert new.run is None
     before = list(new.outputs)
     assert before
     admitted = [a for plan in run(engine, 60) for a in plan.admitted]
-    assert [(a.prompt, a.outputs[: len(before)]) for a in admitted] == [(new.prompt, before)]
+    assert [(a.prompt, a.outputs[: len(before)]) for a in admitted] == [
+        (new.request.prompt, before)
+    ]
     assert [s.finish_reason for s in (old, new)] == ["length", "length"]
     assert (len(old.outputs), len(new.outputs)) == (16, 16)
 
@@ -550,8 +564,8 @@ def test_of_two_the_one_of_the_larger_priority_is_preempted_although_it_is_older
     engine.add(new)
     while not engine.counters.preemptions:
         run(engine, 1)
-    assert old.slot is None
-    assert new.slot is not None
+    assert old.run is None
+    assert new.run is not None
 
 
 def test_a_preempted_sequence_keeps_its_place_in_line_and_its_first_times() -> None:
@@ -562,13 +576,13 @@ def test_a_preempted_sequence_keeps_its_place_in_line_and_its_first_times() -> N
     while not engine.counters.preemptions:
         run(engine, 1)
     second = everyone[1]
-    assert second.slot is None
+    assert second.run is None
     before = (second.admitted_at, second.cached_tokens)
     admitted = [a.prompt[0] - 100 for plan in run(engine, 100) for a in plan.admitted]
     assert admitted[0] == 1
     assert (second.admitted_at, second.cached_tokens) == before
     # Coming back is no new question to the prefix cache.
-    assert engine.counters.prefix_cache_queries == sum(len(one.prompt) for one in everyone)
+    assert engine.counters.prefix_cache_queries == sum(len(one.request.prompt) for one in everyone)
 
 
 def test_one_sequence_at_a_time_makes_room_however_many_rows_need_it() -> None:
@@ -580,7 +594,7 @@ def test_one_sequence_at_a_time_makes_room_however_many_rows_need_it() -> None:
     while not engine.counters.preemptions:
         assert run(engine, 1)
     assert engine.counters.preemptions == 1
-    assert [one.slot is None for one in everyone] == [False, False, False, True]
+    assert [one.run is None for one in everyone] == [False, False, False, True]
 
 
 def test_nobody_is_admitted_whom_the_next_rows_would_preempt() -> None:
@@ -590,10 +604,10 @@ def test_nobody_is_admitted_whom_the_next_rows_would_preempt() -> None:
     run(engine, 4)
     # Five blocks of eight are taken; three would hold the other's twelve tokens, but old's next
     # block is one of them.
-    new.prompt[:] = new.prompt[:12]
+    new.request.prompt[:] = new.request.prompt[:12]
     engine.add(new)
     run(engine, 1)
-    assert new.slot is None
+    assert new.run is None
     run(engine, 100)
     assert engine.counters.preemptions == 0
     assert new.finished
@@ -609,7 +623,7 @@ def test_an_unrelated_sequence_goes_ahead_of_one_that_waits_for_its_beginning() 
     first = engine.plan()
     assert first is not None
     assert sorted(len(row.inputs) for row in first.rows) == [2, 13]
-    assert follower.slot is None
+    assert follower.run is None
 
 
 def prefilled(plan: Plan | None) -> dict[int, int]:
@@ -660,7 +674,7 @@ def test_who_has_no_room_is_passed_by_nobody() -> None:
     engine.add(large)
     engine.add(small)
     run(engine, 1)
-    assert (large.slot, small.slot) == (None, None)
+    assert (large.run, small.run) == (None, None)
     run(engine, 20)
     assert all(one.finished for one in (first, large, small))
 
@@ -716,9 +730,8 @@ def test_what_a_step_reports_of_prompts_is_part_of_its_work_and_of_its_limit() -
 
 def test_a_report_beyond_a_steps_share_holds_up_nobody_who_reports_nothing() -> None:
     engine = scheduler(num_microbatches=1, window=1, max_num_batched_tokens=1000)
-    large = sequence(0, 2, 12, ignore_eos=True, logprobs=1)
-    large.own_report_size = MOST_REPORTED + 1
-    engine.add(large)
+    size = MOST_REPORTED + 1
+    engine.add(sequence(0, 2, 12, own_report_size=size, ignore_eos=True, logprobs=1))
     engine.add(sequence(1, 2, 12, ignore_eos=True))
     assert [len(plan.rows) for plan in run(engine, 4)] == [2] * 4
 
@@ -726,10 +739,12 @@ def test_a_report_beyond_a_steps_share_holds_up_nobody_who_reports_nothing() -> 
 def test_a_step_reports_no_more_than_its_share_and_those_that_wait_have_their_turn() -> None:
     """Of many requests, as of one; others have their token in every step."""
     engine = scheduler(num_microbatches=1, window=1, max_num_batched_tokens=1000)
-    large = [sequence(number, 2, 12, ignore_eos=True, logprobs=1) for number in range(3)]
+    size = MOST_REPORTED // 2 + 1
+    large = [
+        sequence(number, 2, 12, own_report_size=size, ignore_eos=True, logprobs=1)
+        for number in range(3)
+    ]
     other = sequence(3, 2, 12, ignore_eos=True)
-    for one in large:
-        one.own_report_size = MOST_REPORTED // 2 + 1
     for one in (*large, other):
         engine.add(one)
     # The first token of one is a report as well.

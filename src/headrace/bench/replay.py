@@ -10,7 +10,7 @@ from headrace.bench.mixed_load import LoadRequest, LoadShape, capacity, mixed_lo
 from headrace.bench.virtual_pipeline import StepTimes, VirtualPipeline
 from headrace.engine.limits import SchedulerConfig
 from headrace.engine.prefill_order import PrefillOrder
-from headrace.engine.request import Sequence
+from headrace.engine.request import Request, Sequence
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.step_cost import StepCost
 from headrace.protocol.messages import Result
@@ -178,14 +178,15 @@ def replay(
 def _sequence(number: int, request: LoadRequest) -> Sequence:
     params = SamplingParams(max_tokens=request.output_length, ignore_eos=True)
     prompt = [_TOKEN] * request.prompt_length
-    return Sequence(number, 0, prompt, params, Sampling(seed=0), request.output_length)
+    asked = Request(number, prompt, params, request.output_length)
+    return Sequence(asked, 0, Sampling(seed=0))
 
 
 def _take_result(scheduler: Scheduler, plan: Plan, step: StepTimes, record: Replay) -> None:
     tokens = [[_TOKEN] if row_samples(row) else [] for row in plan.rows]
     accepted = scheduler.take_result(Result(plan.epoch, plan.step, tokens, []))
     for entry in accepted:
-        record.tokens_at.setdefault(entry.sequence.request_id, []).append(step.ended)
+        record.tokens_at.setdefault(entry.sequence.request.id, []).append(step.ended)
     if plan.rows:
         record.steps.append(step)
         record.inputs.append((step.ended, token_count(plan)))

@@ -15,13 +15,13 @@ from headrace.engine.outputs import OutputDelta
 from headrace.engine.pace import Pace
 from headrace.engine.prepared import Preparation, Prepared, stage_sampling
 from headrace.engine.recorder import Recorder
-from headrace.engine.request import Sequence
+from headrace.engine.request import Request, Sequence
 from headrace.engine.scheduler import Accepted, Scheduler
 from headrace.engine.snapshot import EngineSnapshot, snapshot_of
 from headrace.engine.stall import LINES_SHOWN, Scene, StallWatch
 from headrace.engine.stop_strings import StopStrings
 from headrace.errors import UsageError
-from headrace.protocol.messages import Report, Result, Timeline
+from headrace.protocol.messages import Report, Result, Timeline, TokenLogprobs
 from headrace.protocol.plan import Plan
 from headrace.sampling_params import MAX_SEED, SamplingParams
 
@@ -128,8 +128,9 @@ class Engine:
         prepared = params if isinstance(params, Prepared) else self.prepare(params)
         params = prepared.params
         limit = self.scheduler.config.max_model_len
-        max_outputs = limit if params.max_tokens is None else params.max_tokens
-        self.scheduler.config.check(len(prompt), max_outputs)
+        max_outputs = self.scheduler.config.most_outputs(
+            len(prompt), limit if params.max_tokens is None else params.max_tokens
+        )
         request_id = self._next_request
         self._next_request += 1
         seed = params.seed
@@ -139,24 +140,22 @@ class Engine:
         # One completion's report on the prompt serves all.
         samplings[1:] = [replace(sampling, prompt_logprobs=None) for sampling in samplings[1:]]
         # What completions have of their prompt is worked out once.
-        begun, prompt_keys = self.detokenizer.stream(prompt), list[bytes]()
+        begun = self.detokenizer.stream(prompt)
+        request = Request(
+            id=request_id,
+            prompt=prompt,
+            params=params,
+            max_outputs=max_outputs,
+            priority=priority,
+            salt=salt,
+            rules=prepared.rules,
+            stop_tokens=prepared.stop_tokens,
+            report_size=prepared.report_size,
+            own_report_size=prepared.own_report_size,
+        )
         self._requests[request_id] = []
         for index, sampling in enumerate(samplings):
-            sequence = Sequence(
-                request_id,
-                index,
-                prompt,
-                params,
-                sampling,
-                max_outputs,
-                priority,
-                rules=prepared.rules,
-                stop_tokens=prepared.stop_tokens,
-                salt=salt,
-                report_size=prepared.report_size,
-                own_report_size=prepared.own_report_size,
-                prompt_keys=prompt_keys,
-            )
+            sequence = Sequence(request, index, sampling)
             self.scheduler.add(sequence)
             self._requests[request_id].append(sequence)
             stops = None
@@ -239,9 +238,7 @@ class Engine:
     def _to_output(self, accepted: Accepted, now: float) -> OutputDelta:
         sequence, token = accepted.sequence, accepted.token
         text = "" if token is None else self._new_text(sequence, token)
-        delta = self._delta(sequence, token, text, now)
-        delta.logprobs = accepted.logprobs
-        delta.prompt_logprobs = accepted.prompt_logprobs
+        delta = self._delta(sequence, token, text, now, accepted.logprobs, accepted.prompt_logprobs)
         if sequence.finish_reason is not None:
             self._forget(sequence)
         return delta
@@ -251,7 +248,7 @@ class Engine:
         text = self._texts[sequence]
         finished = sequence.finish_reason is not None
         by_token = sequence.finish_reason == "stop"
-        if by_token and not sequence.params.include_stop_str_in_output:
+        if by_token and not sequence.request.params.include_stop_str_in_output:
             return self._rest_of_text(text)
         piece = text.stream.push(token)
         if finished:
@@ -273,16 +270,24 @@ class Engine:
         held = "" if text.stops is None else text.stops.finish()
         return held + text.stream.finish()
 
-    def _delta(self, sequence: Sequence, token: int | None, text: str, now: float) -> OutputDelta:
+    def _delta(
+        self,
+        sequence: Sequence,
+        token: int | None,
+        text: str,
+        now: float,
+        logprobs: TokenLogprobs | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+    ) -> OutputDelta:
         return OutputDelta(
-            sequence.request_id,
+            sequence.request.id,
             sequence.index,
             token,
             text,
             sequence.finish_reason,
             sequence.stop_reason,
-            None,
-            None,
+            logprobs,
+            prompt_logprobs,
             sequence.cached_tokens or 0,
             now,
             sequence.queued_at,
@@ -291,10 +296,10 @@ class Engine:
 
     def _forget(self, sequence: Sequence) -> None:
         del self._texts[sequence]
-        siblings = self._requests[sequence.request_id]
+        siblings = self._requests[sequence.request.id]
         siblings.remove(sequence)
         if not siblings:
-            del self._requests[sequence.request_id]
+            del self._requests[sequence.request.id]
 
     def _take(self, messages: Iterable[Result | Report]) -> list[OutputDelta]:
         deltas: list[OutputDelta] = []

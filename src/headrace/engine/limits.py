@@ -33,6 +33,11 @@ class SchedulerConfig:
         """Blocks that hold so many positions."""
         return -(-positions // self.block_size)
 
+    def most_outputs(self, prompt_length: int, wanted: int) -> int:
+        """How many of the wanted tokens there is room for after a prompt; UsageError as check()."""
+        self.check(prompt_length, wanted)
+        return min(wanted, self.max_model_len - prompt_length)
+
     def check(self, prompt_length: int, max_outputs: int) -> None:
         """Raises UsageError, with the reason, for a sequence that could never run."""
         limit = self.max_model_len

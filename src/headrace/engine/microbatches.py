@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from headrace.engine.request import Sequence
-from headrace.engine.step_cost import StepCost, StepWork
+from headrace.engine.step_cost import StepCost, StepWork, total_work
 
 
 @dataclass
@@ -47,7 +47,9 @@ class Microbatches:
 
     def put_first(self, group: int, postponed: list[Sequence]) -> None:
         """Let those of a group's sequences that had no row in its step be the first in its next."""
-        late = {id(sequence): sequence for sequence in postponed if sequence.microbatch == group}
+        late = {
+            id(sequence): sequence for sequence in postponed if sequence.running.microbatch == group
+        }
         members = self._groups[group].sequences
         members[:] = [*late.values(), *(one for one in members if id(one) not in late)]
 
@@ -55,6 +57,11 @@ class Microbatches:
         """What a step with one row of each of the group's sequences carries."""
         rows = len(self._groups[group].sequences)
         return StepWork(tokens=rows, attended=self._groups[group].context, sampled=rows)
+
+    @property
+    def decode_work(self) -> StepWork:
+        """What a step with a row of every decoding sequence would carry."""
+        return total_work(map(self.work, range(self.count)))
 
     def turns(self) -> list[int]:
         """The groups in the order in which their turns come, the next one first."""
@@ -96,12 +103,13 @@ class Microbatches:
 
     def leave(self, sequence: Sequence) -> None:
         """Take out a sequence that ended or is preempted."""
-        assert sequence.microbatch is not None
-        group = self._groups[sequence.microbatch]
+        run = sequence.running
+        assert run.microbatch is not None
+        group = self._groups[run.microbatch]
         group.sequences.remove(sequence)
-        group.context -= sequence.planned_positions + 1
+        group.context -= run.planned_positions + 1
         self._decoding -= 1
-        sequence.microbatch = None
+        run.microbatch = None
 
     def even_out(self, cost: StepCost) -> None:
         """Move one sequence if endings or growth left two groups' steps uneven.
@@ -123,11 +131,12 @@ class Microbatches:
             self._add(best, cheapest)
 
     def _row_cost(self, cost: StepCost, sequence: Sequence) -> float:
-        attended = sequence.planned_positions + 1
+        attended = sequence.running.planned_positions + 1
         return cost.per_token + cost.per_sampled + cost.per_position * attended
 
     def _add(self, sequence: Sequence, group: int) -> None:
-        sequence.microbatch = group
+        run = sequence.running
+        run.microbatch = group
         self._groups[group].sequences.append(sequence)
-        self._groups[group].context += sequence.planned_positions + 1
+        self._groups[group].context += run.planned_positions + 1
         self._decoding += 1

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from headrace.engine.request import Sequence
+from headrace.engine.request import Run, Sequence
 from headrace.engine.step_cost import StepWork, chunk_attended
 from headrace.errors import PipelineError
 from headrace.protocol.messages import Result, RowLogprobs
@@ -77,36 +77,43 @@ class PlanDraft:
     _samples: list[bool] = field(default_factory=list)
     _starts: dict[int, int] = field(default_factory=dict)
 
-    def add_decode_row(self, sequence: Sequence, token: int | TokenRef, start: int | None) -> None:
-        """A row with one token; start is its position, None for a reference."""
-        assert sequence.slot is not None
-        self.rows.append(Row(sequence.slot, [token], start, Yield.TOKEN))
-        sequence.planned_positions += 1
-        self._note(sequence, samples=True)
+    def add_decode_row(
+        self, sequence: Sequence, run: Run, token: int | TokenRef, start: int | None
+    ) -> None:
+        """A row with one token of a sequence's run; start is its position, None for a reference."""
+        rows = self.rows
+        run.newest_sample = TokenRef(self.step, len(rows))
+        rows.append(Row(run.slot, [token], start, Yield.TOKEN))
+        run.planned_positions += 1
+        sequence.in_flight += 1
+        self._sequences.append(sequence)
+        self._samples.append(True)
         self.decode_rows += 1
-        if sequence.own_report_size:
-            self._decode_reported += sequence.own_report_size
         self._tokens += 1
-        self._attended += sequence.planned_positions
+        self._attended += run.planned_positions
 
     def add_chunk(self, sequence: Sequence, count: int) -> bool:
         """A row with the next `count` known tokens; whether that was the last of the prefill."""
-        assert sequence.slot is not None
-        start = sequence.planned_positions
+        run, request = sequence.running, sequence.request
+        start = run.planned_positions
         end = start + count
-        last = end == len(sequence.known)
+        last = end == len(run.known)
         yields = Yield.TOKEN if last else Yield.NOTHING
-        if sequence.wants_prompt_logprobs and start < len(sequence.prompt) - 1:
+        if sequence.wants_prompt_logprobs and start < len(request.prompt) - 1:
             yields |= Yield.PROMPT_LOGPROBS
             self._starts[len(self.rows)] = start
-            self._reported += count * sequence.report_size
-            self._reported_positions += min(count, len(sequence.prompt) - 1 - start)
+            self._reported += count * request.report_size
+            self._reported_positions += min(count, len(request.prompt) - 1 - start)
         if last:
-            self._reported += sequence.own_report_size
-        inputs: list[int | TokenRef] = list(sequence.known[start:end])
-        self.rows.append(Row(sequence.slot, inputs, start, yields))
-        sequence.planned_positions = end
-        self._note(sequence, samples=last)
+            self._reported += request.own_report_size
+        inputs: list[int | TokenRef] = list(run.known[start:end])
+        self.rows.append(Row(run.slot, inputs, start, yields))
+        run.planned_positions = end
+        if last:
+            run.newest_sample = TokenRef(self.step, len(self.rows) - 1)
+        sequence.in_flight += 1
+        self._sequences.append(sequence)
+        self._samples.append(last)
         self.chunks[sequence] = count
         self._tokens += count
         self._attended += chunk_attended(start, count)
@@ -116,14 +123,17 @@ class PlanDraft:
         """How many of a sequence's tokens the step may take on, for what it reports of them."""
         room = MOST_REPORTED - self._reported
         if not sequence.wants_prompt_logprobs:
-            own = sequence.own_report_size
+            own = sequence.request.own_report_size
             return 0 if own and self._reported and own > room else sequence.length
-        return max(room // sequence.report_size, 0 if self._reported else 1)
+        return max(room // sequence.request.report_size, 0 if self._reported else 1)
 
-    def room_to_decode(self, sequence: Sequence) -> bool:
-        """Whether the step may take on its next token, for what it reports of that."""
-        own, reported = sequence.own_report_size, self._decode_reported
-        return not own or not reported or reported + own <= MOST_REPORTED
+    def takes_report(self, size: int) -> bool:
+        """Make room for so many log-probabilities of a decode row; False if there is none."""
+        reported = self._decode_reported
+        if reported and reported + size > MOST_REPORTED:
+            return False
+        self._decode_reported += size
+        return True
 
     def takes_rules(self, unsent: int) -> bool:
         """Make room for rules, of this size, that an admission brings the last stage; False if
@@ -155,10 +165,3 @@ class PlanDraft:
     def in_flight(self) -> StepInFlight:
         """What its result has to be matched with."""
         return StepInFlight(self.step, self._sequences, self._samples, self._starts)
-
-    def _note(self, sequence: Sequence, samples: bool) -> None:
-        if samples:
-            sequence.newest_sample = TokenRef(self.step, len(self.rows) - 1)
-        sequence.in_flight += 1
-        self._sequences.append(sequence)
-        self._samples.append(samples)

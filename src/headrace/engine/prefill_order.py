@@ -63,7 +63,7 @@ class ShortestFirst:
         if oldest is not None and owed:
             yield oldest
         for _, sequence in heapq.merge(
-            sorted(((s.priority, s.prefill_left, s.arrival), s) for s in begun),
+            sorted(((s.request.priority, s.running.prefill_left, s.arrival), s) for s in begun),
             ((by_need(s), s) for s in waiting.first_by_need(admissible)),
         ):
             if sequence is not oldest or not owed:

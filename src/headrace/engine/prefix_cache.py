@@ -45,11 +45,12 @@ class PrefixCache:
 
     def chunk_planned(self, sequence: Sequence) -> None:
         """A chunk of known tokens is part of the step being planned."""
-        full = sequence.planned_positions // self._block_size
+        run = sequence.running
+        full = run.planned_positions // self._block_size
         if self._enabled:
-            for number in range(sequence.published, full):
-                self._fresh[self._key(sequence, number)] = sequence.blocks[number]
-            sequence.published = max(full, sequence.published)
+            for number in range(run.published, full):
+                self._fresh[self._key(sequence, number)] = run.blocks[number]
+            run.published = max(full, run.published)
 
     def step_planned(self) -> None:
         """The step is complete: the next may share what it computes."""
@@ -59,11 +60,12 @@ class PrefixCache:
 
     def token_accepted(self, sequence: Sequence) -> None:
         """Share the blocks that a sequence's accepted outputs have filled."""
-        full = min(sequence.length, sequence.planned_positions) // self._block_size
+        run = sequence.running
+        full = min(sequence.length, run.planned_positions) // self._block_size
         if self._enabled:
-            for number in range(sequence.published, full):
-                self._pool.publish(sequence.blocks[number], self._key(sequence, number))
-            sequence.published = max(full, sequence.published)
+            for number in range(run.published, full):
+                self._pool.publish(run.blocks[number], self._key(sequence, number))
+            run.published = max(full, run.published)
 
     def _findable(self, sequence: Sequence) -> int:
         """How many blocks the sequence need not compute; none if it must see all logits."""
@@ -74,14 +76,15 @@ class PrefixCache:
     def _key(self, sequence: Sequence, number: int) -> bytes:
         """The key of a block that is full of accepted tokens; those before it are worked out too,
         but none after: most are never asked for."""
-        of_prompt, own = sequence.prompt_keys, sequence.keys
+        request, own = sequence.request, sequence.keys
+        of_prompt = request.prompt_keys
         if number < len(of_prompt):
             return of_prompt[number]
         size = self._block_size
-        most = len(sequence.prompt) // size
-        parent = of_prompt[-1] if of_prompt else root_key(sequence.salt)
+        most = len(request.prompt) // size
+        parent = of_prompt[-1] if of_prompt else root_key(request.salt)
         for block in range(len(of_prompt), min(number + 1, most)):
-            parent = block_key(parent, sequence.prompt[block * size : (block + 1) * size])
+            parent = block_key(parent, request.prompt[block * size : (block + 1) * size])
             of_prompt.append(parent)
         if own:
             parent = own[-1]

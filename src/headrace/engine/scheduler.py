@@ -7,25 +7,18 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.engine.block_pool import BlockPool
 from headrace.engine.counters import Counters
 from headrace.engine.limits import SchedulerConfig
 from headrace.engine.microbatch_count import steps_in_a_round
 from headrace.engine.microbatches import Microbatches
 from headrace.engine.plan_draft import PlanDraft, StepInFlight
 from headrace.engine.prefill_order import PrefillOrder, ShortestFirst
-from headrace.engine.prefill_policy import Situation, StepAllowance, prefill_policy
-from headrace.engine.prefix_cache import PrefixCache
+from headrace.engine.prefill_policy import StepAllowance, prefill_policy
 from headrace.engine.request import FinishReason, Sequence
+from headrace.engine.room import Room
 from headrace.engine.shared_rules import RulesOnStage
-from headrace.engine.step_cost import (
-    NO_WORK,
-    PRIOR,
-    StepCost,
-    StepWork,
-    chunk_attended,
-    total_work,
-)
+from headrace.engine.situation import situation_of
+from headrace.engine.step_cost import NO_WORK, PRIOR, StepCost, StepWork
 from headrace.engine.waiting import WaitingQueue, by_rank
 from headrace.errors import PipelineError
 from headrace.protocol.messages import Result, TokenLogprobs
@@ -80,11 +73,7 @@ class Scheduler:
         """Everything that is void when an epoch is over, made anew."""
         config = self.config
         self.epoch = epoch
-        self._pool = BlockPool(config.num_blocks)
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._cache = PrefixCache(
-            self._pool, config.block_size, config.prefix_caching, self.counters
-        )
+        self._room = Room(config, self.counters)
         self._rules = RulesOnStage()
         self._waiting = WaitingQueue()
         # Ordered by rank.
@@ -113,17 +102,17 @@ class Scheduler:
     @property
     def free_blocks(self) -> int:
         """Blocks owned by no sequence."""
-        return self._pool.free
+        return self._room.free_blocks
 
     @property
     def blocks_used(self) -> int:
         """Blocks that sequences own; shared ones count once."""
-        return self._pool.num_blocks - self._pool.free
+        return self._room.blocks_used
 
     @property
     def slots_used(self) -> int:
         """Slots of running sequences, and of those whose release no plan has carried yet."""
-        return self.config.max_num_seqs - len(self._free_slots)
+        return self.config.max_num_seqs - self._room.free_slots
 
     @property
     def num_waiting(self) -> int:
@@ -143,7 +132,7 @@ class Scheduler:
     @property
     def decode_work(self) -> StepWork:
         """What a step with a row of every decoding sequence would carry."""
-        return total_work(self._groups.work(n) for n in range(self._groups.count))
+        return self._groups.decode_work
 
     def set_microbatches(self, count: int, window: int) -> None:
         """Have so many groups, and so many steps in flight at most, from the next plan on."""
@@ -158,11 +147,9 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; raises UsageError if it could never run."""
-        self.config.check(len(sequence.prompt), sequence.max_outputs)
-        sequence.max_outputs = min(
-            sequence.max_outputs, self.config.max_model_len - len(sequence.prompt)
-        )
-        self._rules.join(sequence.rules)
+        request = sequence.request
+        self.config.check(len(request.prompt), request.max_outputs)
+        self._rules.join(request.rules)
         sequence.arrival = self._arrivals
         sequence.queued_at = self._clock()
         self._arrivals += 1
@@ -177,7 +164,7 @@ class Scheduler:
         waiting = self._waiting.first_by_rank(len(self._waiting))
         unfinished = [*self._prefilling, *self._groups.all(), *waiting]
         for sequence in [*unfinished, *self._releasing]:
-            sequence.slot, sequence.blocks, sequence.microbatch = None, [], None
+            sequence.run = None
             sequence.in_flight = 0
         self._begin(epoch, self._groups.count)
         for sequence in unfinished:
@@ -190,8 +177,8 @@ class Scheduler:
         if sequence.finished:
             return
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
-        self._rules.leave(sequence.rules)
-        if sequence.slot is None:
+        self._rules.leave(sequence.request.rules)
+        if sequence.run is None:
             self._waiting.remove(sequence)
         else:
             self._stop_running(sequence)
@@ -206,7 +193,7 @@ class Scheduler:
         if not (draft.rows or self._releasing or self._rules.unused):
             return None
         self._groups.planned(draft.group, draft.decode_rows)
-        self._cache.step_planned()
+        self._room.cache.step_planned()
         plan = draft.plan(self.epoch, self._release(), self._rules.drop_unused())
         self._in_flight.append(draft.in_flight())
         self._next_step += 1
@@ -240,16 +227,16 @@ class Scheduler:
                 if of_prompt:
                     accepted.append(Accepted(sequence, None, None, of_prompt))
                 continue
-            token = tokens[0]
-            if sequence.slot is None:
+            token, run = tokens[0], sequence.run
+            if run is None:
                 self._waiting.remove(sequence)
                 sequence.outputs.append(token)
                 self._wait(sequence)
             else:
                 sequence.outputs.append(token)
                 # Spares a call for nearly every token.
-                if sequence.planned_positions // size > sequence.published:
-                    self._cache.token_accepted(sequence)
+                if run.planned_positions // size > run.published:
+                    self._room.cache.token_accepted(sequence)
             accepted.append(Accepted(sequence, token, own, of_prompt))
             end = sequence.end_at(token, self.config.eos_token_ids)
             if end is not None:
@@ -289,25 +276,26 @@ class Scheduler:
         start: int | None
         postponed = []
         for sequence in list(self._groups.members(draft.group)):
-            position = sequence.planned_positions
-            index = position - len(sequence.prompt)
+            run, request = sequence.run, sequence.request
+            assert run is not None
+            position = run.planned_positions
+            index = position - len(request.prompt)
             if index < len(sequence.outputs):
                 token, start = sequence.outputs[index], position
             else:
-                assert sequence.newest_sample is not None
-                token, start = sequence.newest_sample, None
-                if token.step > newest or index + 1 >= sequence.max_outputs:
+                assert run.newest_sample is not None
+                token, start = run.newest_sample, None
+                if token.step > newest or index + 1 >= request.max_outputs:
                     continue
-            if sequence.own_report_size and not draft.room_to_decode(sequence):
-                postponed.append(sequence)
-                continue
-            if sequence.microbatch is None or (
-                position == len(sequence.blocks) * size
-                and not self._append_blocks(draft, sequence, 1)
+            if run.microbatch is None or (
+                position == len(run.blocks) * size and not self._append_blocks(draft, sequence, 1)
             ):
                 # Preempted by an older row of this very step, or to wait until there is room.
                 continue
-            draft.add_decode_row(sequence, token, start)
+            if request.own_report_size and not draft.takes_report(request.own_report_size):
+                postponed.append(sequence)
+                continue
+            draft.add_decode_row(sequence, run, token, start)
         if postponed:
             self._groups.put_first(draft.group, postponed)
 
@@ -319,12 +307,23 @@ class Scheduler:
     @property
     def _prefill_possible(self) -> bool:
         """Whether there is prefill that a step could take on."""
-        return bool(self._prefilling) or bool(self._waiting and self._free_slots)
+        return bool(self._prefilling) or bool(self._waiting and self._room.free_slots)
 
     def _plan_chunks(self, draft: PlanDraft) -> None:
         """Prefill chunks, as much as the policy allows, in the order that shares it out."""
-        allowance = self._policy.allow(self._situation(draft))
-        places = len(self._free_slots)
+        allowance = self._policy.allow(
+            situation_of(
+                self.config,
+                self._groups,
+                self._prefilling,
+                self._waiting,
+                self._room,
+                decode=draft.work,
+                cost=self.cost,
+                max_step_s=self._max_step_s,
+            )
+        )
+        places = self._room.free_slots
         admissible = places + _MOST_POSTPONED if places else 0
         postponed: set[Sequence] = set()
         closed: bool | None = None
@@ -336,20 +335,20 @@ class Scheduler:
                 continue
             if closed is None:
                 closed = self._oldest_waits_for_room()
-            if closed or sequence.in_flight or sequence.slot is not None:
+            if closed or sequence.in_flight or sequence.run is not None:
                 continue
-            cached = self._cache.find(sequence)
-            if self._cache.begins_in_this_step(sequence, len(cached)):
+            cached = self._room.cache.find(sequence)
+            if self._room.cache.begins_in_this_step(sequence, len(cached)):
                 # In the next step more of its beginning is there for free.
                 postponed.add(sequence)
                 closed = len(postponed) == _MOST_POSTPONED
                 continue
-            if not self._free_slots or not self._has_room_for(sequence, cached):
+            if not self._room.free_slots or not self._has_room_for(sequence, cached):
                 closed = True
                 continue
             start = len(cached) * self.config.block_size
             to_report = draft.room_to_report(sequence)
-            unsent = self._rules.unsent(sequence.rules)
+            unsent = self._rules.unsent(sequence.request.rules)
             if not to_report or not draft.takes_rules(unsent):
                 # The next step has room again; others need none.
                 continue
@@ -367,33 +366,12 @@ class Scheduler:
         oldest = self._waiting.oldest
         if oldest is None:
             return False
-        if oldest.in_flight or oldest.slot is not None:
+        if oldest.in_flight or oldest.run is not None:
             # Preempted a moment ago.
             return True
-        cached = self._cache.find(oldest)
-        begins = self._cache.begins_in_this_step(oldest, len(cached))
+        cached = self._room.cache.find(oldest)
+        begins = self._room.cache.begins_in_this_step(oldest, len(cached))
         return not begins and not self._has_room_for(oldest, cached)
-
-    def _situation(self, draft: PlanDraft) -> Situation:
-        groups = self.decode_work
-        running = [
-            StepWork(
-                s.prefill_left,
-                chunk_attended(s.planned_positions, s.prefill_left),
-                s.prefill_left if s.wants_prompt_logprobs else 1,
-            )
-            for s in self._prefilling
-        ]
-        return Situation(
-            decode=draft.work,
-            mean_decode=StepWork(*(part // self._groups.count for part in groups)),
-            pending=total_work([*running, self._admissible_work]),
-            num_microbatches=self._groups.count,
-            free_fraction=self._pool.free / self._pool.num_blocks,
-            cost=self.cost,
-            max_tokens=self.config.max_num_batched_tokens,
-            max_step_s=self._max_step_s,
-        )
 
     @property
     def _max_step_s(self) -> float | None:
@@ -402,21 +380,11 @@ class Scheduler:
         limit = self.config.max_itl_s
         return None if limit is None else limit / self._round
 
-    @property
-    def _admissible_work(self) -> StepWork:
-        """What waiting sequences would bring if as many were admitted as have slots and blocks."""
-        waiting = self._waiting.work
-        if not waiting.tokens:
-            return waiting
-        positions = self._pool.free * self.config.block_size
-        share = min(1.0, len(self._free_slots) / len(self._waiting), positions / waiting.tokens)
-        return StepWork(*(int(part * share) for part in waiting))
-
     def _plan_chunk(self, draft: PlanDraft, sequence: Sequence, allowance: StepAllowance) -> bool:
         """A further chunk of a sequence that is being prefilled, if there are blocks for it; False
         if the step can take no more."""
-        start = sequence.planned_positions
-        room = (len(sequence.blocks) + self._pool.free) * self.config.block_size - start
+        run = sequence.running
+        room = self._room.positions_left(run)
         if room == 0:
             self._make_room(sequence)
             return True
@@ -424,8 +392,8 @@ class Scheduler:
         if not to_report:
             # As above.
             return True
-        wanted = min(room, sequence.prefill_left, to_report)
-        count = allowance.take(start, wanted, sequence.wants_prompt_logprobs)
+        wanted = min(room, run.prefill_left, to_report)
+        count = allowance.take(run.planned_positions, wanted, sequence.wants_prompt_logprobs)
         if count == 0:
             return False
         self._add_chunk(draft, sequence, count)
@@ -435,7 +403,7 @@ class Scheduler:
         appended = self._append_blocks(draft, sequence, count)
         assert appended, "a chunk was planned without blocks for it"
         last = draft.add_chunk(sequence, count)
-        self._cache.chunk_planned(sequence)
+        self._room.cache.chunk_planned(sequence)
         if last:
             self._prefilling.remove(sequence)
             self._groups.join(sequence, draft.group)
@@ -444,36 +412,29 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         """Put it in line; what the prefix cache has of it now counts as done."""
-        cached = len(self._cache.find(sequence)) * self.config.block_size
+        cached = len(self._room.cache.find(sequence)) * self.config.block_size
         self._waiting.push(sequence, sequence.length - cached)
 
     def _admit(self, draft: PlanDraft, sequence: Sequence, cached: list[int]) -> None:
         self._waiting.remove(sequence)
-        self._pool.share(cached)
-        slot = self._free_slots.pop()
-        computed = len(cached) * self.config.block_size
-        sequence.slot = slot
-        sequence.known = sequence.prompt + sequence.outputs
-        sequence.blocks = list(cached)
-        sequence.published = len(cached)
-        sequence.planned_positions = computed
-        sequence.newest_sample = None
+        run, request = self._room.admit(sequence, cached), sequence.request
+        computed = run.planned_positions
         if sequence.admitted_at is None:
             sequence.admitted_at = self._clock()
             sequence.cached_tokens = computed
-            self._cache.first_admitted(sequence, computed)
+            self._room.cache.first_admitted(sequence, computed)
         insort(self._prefilling, sequence, key=by_rank)
-        rules = self._rules.number(sequence.rules, draft.rules)
+        rules = self._rules.number(request.rules, draft.rules)
         outputs = list(sequence.outputs)
         draft.admitted.append(
-            Admission(slot, sequence.prompt, outputs, computed, sequence.sampling, rules)
+            Admission(run.slot, request.prompt, outputs, computed, sequence.sampling, rules)
         )
         if cached:
-            draft.appended.append(BlocksAppended(slot, cached))
+            draft.appended.append(BlocksAppended(run.slot, cached))
 
     def _stop_running(self, sequence: Sequence) -> None:
         """Take a sequence out of the running; the next plan to be sent gives back what it holds."""
-        if sequence.microbatch is None:
+        if sequence.running.microbatch is None:
             self._prefilling.remove(sequence)
         else:
             self._groups.leave(sequence)
@@ -481,13 +442,7 @@ class Scheduler:
 
     def _release(self) -> list[int]:
         """Slots that this plan releases; they and their blocks serve from the next plan on."""
-        released = []
-        for sequence in self._releasing:
-            assert sequence.slot is not None
-            released.append(sequence.slot)
-            self._free_slots.append(sequence.slot)
-            self._pool.give_back(sequence.blocks)
-            sequence.slot, sequence.blocks = None, []
+        released = [self._room.release(sequence) for sequence in self._releasing]
         self._releasing.clear()
         return released
 
@@ -495,15 +450,13 @@ class Scheduler:
 
     def _append_blocks(self, draft: PlanDraft, sequence: Sequence, tokens: int) -> bool:
         """Blocks for the next tokens; False, with room on the way, if there are not enough."""
-        missing = self.config.blocks_for(sequence.planned_positions + tokens) - len(sequence.blocks)
-        if missing > self._pool.free:
+        run = sequence.running
+        blocks = self._room.extend(run, tokens)
+        if blocks is None:
             self._make_room(sequence)
             return False
-        if missing > 0:
-            assert sequence.slot is not None
-            blocks = self._pool.take(missing)
-            sequence.blocks.extend(blocks)
-            draft.appended.append(BlocksAppended(sequence.slot, blocks))
+        if blocks:
+            draft.appended.append(BlocksAppended(run.slot, blocks))
         return True
 
     def _make_room(self, sequence: Sequence) -> None:
@@ -520,8 +473,6 @@ class Scheduler:
     def _has_room_for(self, sequence: Sequence, cached: list[int]) -> bool:
         """Whether its whole prefill fits, with what others still need for theirs and a block for
         each row that decodes: admitting a sequence is not to preempt it soon after."""
-        promised = sum(
-            self.config.blocks_for(len(s.known)) - len(s.blocks) for s in self._prefilling
-        )
-        needed = self.config.blocks_for(sequence.length) - len(cached)
-        return needed + promised + self._groups.decoding <= self._pool.free_after_sharing(cached)
+        runs = [other.running for other in self._prefilling]
+        promised = sum(self.config.blocks_for(len(run.known)) - len(run.blocks) for run in runs)
+        return self._room.fits(sequence, cached, promised + self._groups.decoding)

@@ -57,7 +57,7 @@ def by_rank(sequence: Sequence) -> tuple[int, int]:
 
 def by_need(sequence: Sequence) -> tuple[int, int, int]:
     """Sorts waiting sequences by the prefill that they need, within a priority."""
-    return (sequence.priority, sequence.expected_prefill, sequence.arrival)
+    return (sequence.request.priority, sequence.expected_prefill, sequence.arrival)
 
 
 def _remove(
