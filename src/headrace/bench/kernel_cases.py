@@ -22,7 +22,6 @@ from headrace.kernels.batch import AttentionBatch
 from headrace.kernels.elementwise import activate_and_multiply, add_rms_norm, embed
 from headrace.kernels.kv_cache import KvCache, bytes_per_block, new_cache
 from headrace.kernels.linear import Linear, computes_natively, pack
-from headrace.kernels.memory import Arena
 from headrace.kernels.sampling import CHOICE, choose
 from headrace.model.rope import rotation_tables
 from headrace.protocol.plan import Admission, Sampling
@@ -182,8 +181,7 @@ def _product_cases(
     """By torch in float32, and in bfloat16 if that is wanted and the CPU multiplies it; both take
     and give numbers of their own kind."""
     weight = _random(dtype, outs, ins)
-    arena = Arena()
-    packed = [pack(weight, arena) for _ in range(_copies(weight.nbytes))]
+    packed = [pack(weight) for _ in range(_copies(weight.nbytes))]
     kinds = [torch.float32]
     if dtype == torch.bfloat16 and computes_natively(dtype):
         kinds.append(dtype)

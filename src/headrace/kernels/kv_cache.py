@@ -1,13 +1,14 @@
 """One layer's keys and values, in blocks, laid out for the kernels."""
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-
-from headrace.kernels import memory
 
 # The native kernels read so many positions at a time.
 _POSITIONS_TOGETHER = 16
+_CACHE_LINE = 64
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,11 @@ def new_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KvCache:
-    """A cache of zeros, so that what nobody has written is at least a number.
-
-    On CPUs it takes no memory until it is written.
-    """
+    """A cache of zeros, so that what nobody has written is at least a number."""
     pair, rows = _pair(dtype), _block_rows(block_size)
     sizes = num_blocks, kv_heads
-    shapes = (*sizes, head_dim // pair, rows, pair), (*sizes, rows // pair, head_dim, pair)
-    if device.type == "cpu":
-        keys, values = (memory.zeros(shape, dtype) for shape in shapes)
-    else:
-        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+    keys = _zeros((*sizes, head_dim // pair, rows, pair), dtype, device)
+    values = _zeros((*sizes, rows // pair, head_dim, pair), dtype, device)
     return KvCache(keys, values, block_size)
 
 
@@ -92,3 +87,16 @@ def _pair(dtype: torch.dtype) -> int:
 
 def _block_rows(block_size: int) -> int:
     return -(-block_size // _POSITIONS_TOGETHER) * _POSITIONS_TOGETHER
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On CPUs through numpy, whose zeros take no memory until they are written; torch's do.
+
+    They begin where a cache line does, or half of all vectors would lie in two of them.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + _CACHE_LINE, dtype=np.uint8)
+    start = -memory.ctypes.data % _CACHE_LINE
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)

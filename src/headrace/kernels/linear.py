@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels import path
-from headrace.kernels.memory import Arena
 
 # oneDNN 3.7 multiplies so many rows of bfloat16 more slowly than a few more: 32 rows by SmolLM2's
 # output projection took 7.0 ms on two cores with AMX, 33 rows 4.3 ms.
@@ -20,17 +19,9 @@ class Linear:
     without AMX) W is packed for oneDNN. Other CPUs multiply by the native kernel, which keeps W in
     its dtype: each row's result is the same, bit for bit, whatever other rows there are. Without
     native kernels, W is held in float32 where the CPU has no arithmetic for dtype.
-
-    arena: where W is laid out for the native kernel; None: by itself.
     """
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        dtype: torch.dtype,
-        arena: Arena | None = None,
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         self.out_features, self.in_features = weight.shape
         self.dtype = dtype
         on_cpu = weight.device.type == "cpu"
@@ -42,7 +33,7 @@ class Linear:
         self._bias = None if bias is None else bias.to(dtype).to(held)
         self._packed = on_cpu and not self.native and _can_pack()
         if self.native:
-            weight = pack(weight, arena or Arena())
+            weight = pack(weight)
         elif self._packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         self._weight = weight
@@ -101,11 +92,11 @@ def computes_natively(dtype: torch.dtype) -> bool:
     return True
 
 
-def pack(weight: torch.Tensor, arena: Arena) -> torch.Tensor:
+def pack(weight: torch.Tensor) -> torch.Tensor:
     """A weight [out, in] of float32 or bfloat16 laid out for the native product, flat."""
     weight = weight.contiguous()
     sizes = (*weight.shape, weight.dtype == torch.bfloat16)
-    packed = arena.take(path.native.packed_size(*sizes), weight.dtype)
+    packed = torch.empty(path.native.packed_size(*sizes), dtype=weight.dtype)
     path.native.pack(weight.data_ptr(), packed.data_ptr(), *sizes)
     return packed
 

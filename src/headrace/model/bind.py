@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import torch
 
 from headrace.kernels.linear import Linear
-from headrace.kernels.memory import Arena
 from headrace.model.rope import rotation_tables
 from headrace.model.weights import TensorSource
 from headrace.protocol import program
@@ -51,7 +50,7 @@ def bind(
     dtype: of activations and weights. Raises ModelError for tensors that are missing or of the
     wrong shape.
     """
-    weights, arena = Weights(), Arena()
+    weights = Weights()
     operations = [*share.operations, *share.head]
     for done, operation in enumerate(operations, 1):
         match operation:
@@ -66,7 +65,7 @@ def bind(
                     weights.vectors[vector] = loaded.to(device, dtype)
             case program.Linear(weight=matrix):
                 if matrix not in weights.matrices:
-                    weights.matrices[matrix] = _linear(matrix, source, dtype, device, arena)
+                    weights.matrices[matrix] = _linear(matrix, source, dtype, device)
             case program.Attention(sinks=StoredTensor() as sinks):
                 weights.sinks[sinks] = source.load(sinks).to(device, torch.float32)
         progress(done / len(operations))
@@ -98,11 +97,7 @@ def rotation_of(share: Program, operation: program.Rotate) -> Rotation | None:
 
 
 def _linear(
-    matrix: Matrix,
-    source: TensorSource,
-    dtype: torch.dtype,
-    device: torch.device,
-    arena: Arena,
+    matrix: Matrix, source: TensorSource, dtype: torch.dtype, device: torch.device
 ) -> Linear:
     weight = torch.cat([source.load(part) for part in matrix.parts])
     bias = None
@@ -114,4 +109,4 @@ def _linear(
                 for part in matrix.biases
             ]
         ).to(device)  # fmt: skip
-    return Linear(weight.to(device), bias, dtype, arena)
+    return Linear(weight.to(device), bias, dtype)
