@@ -1,6 +1,6 @@
 """What a stage loop yields: every wait, every send, every piece of work. No I/O here.
 
-The driver that runs the generator carries each effect out and sends its value back in: over links
+Its driver carries each effect out and sends its value back in (pipeline/carry_out.py): over links
 and sockets in pipeline/stage_worker.py, in virtual time in simulation/virtual_stages.py.
 """
 

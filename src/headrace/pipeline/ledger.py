@@ -111,6 +111,11 @@ class Ledger:
             raise LedgerError(f"{_name(channel, step)} was never started")
         return Completed(entry.buffer, entry.handle.wait(timeout_s))
 
+    def handle(self, channel: Channel, step: int) -> Handle | None:
+        """A transfer's handle, to see how it is; None if it is not open."""
+        entry = self._open.get(channel, {}).get(step)
+        return None if entry is None else entry.handle
+
     def open_transfers(self) -> Iterator[tuple[Channel, int]]:
         """All transfers not waited for yet, each channel's in step order."""
         for channel, entries in self._open.items():

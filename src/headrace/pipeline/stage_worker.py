@@ -4,7 +4,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch
@@ -15,19 +15,8 @@ from headrace.execution.executor import Executor
 from headrace.execution.load import load_model, stage_executor
 from headrace.execution.model_executor import cache_bytes_per_block
 from headrace.kernels.path import choose_path, path_name
-from headrace.pipeline.effects import (
-    Compute,
-    Effect,
-    EmitResult,
-    Finish,
-    PostReceive,
-    Send,
-    Start,
-    StepDone,
-    TakePlans,
-    Wait,
-    wait_kind,
-)
+from headrace.pipeline.carry_out import carry_out
+from headrace.pipeline.effects import Effect
 from headrace.pipeline.ledger import Channel, Ledger
 from headrace.pipeline.links import Link, LinkError, Rendezvous, connect, disconnect
 from headrace.pipeline.stage_loop import StageRole, stage_loop
@@ -42,15 +31,10 @@ from headrace.protocol.messages import (
     Loading,
     RankConfig,
     Ready,
-    Report,
     Stop,
     ToRank,
 )
 from headrace.protocol.plan import Plan
-
-# One step in so many has its transfers watched, on all stages the same: enough to know how long
-# links take.
-_WATCHED_STEPS = 4
 
 
 class ControlSocket:
@@ -92,65 +76,22 @@ class ControlSocket:
 def drive(
     loop: Generator[Effect, Any, None],
     control: ControlSocket,
-    links: dict[Channel, Link],
+    links: Mapping[Channel, Link],
     timeline: RankTimeline,
     link_timeout: float,
 ) -> None:
-    """Carry out a stage loop's effects until it ends.
-
-    Reports wait until plans are taken, when nobody waits for the stage or a device computes.
-    """
-    ledger = Ledger()
-    reports: list[Report] = []
-    value: Any = None
-    while True:
-        try:
-            effect = loop.send(value)
-        except StopIteration:
-            for report in reports:
-                control.send(report)
-            return
-        value = None
-        match effect:
-            case TakePlans(wait):
-                for report in reports:
-                    control.send(report)
-                reports.clear()
-                if wait:
-                    timeline.begin("plan_wait", timeline.step, time.monotonic())
-                value = control.take_plans(wait)
-                if wait:
-                    timeline.end(time.monotonic())
-                for message in value:
-                    if isinstance(message, Plan):
-                        timeline.planned(message)
-            case PostReceive(channel, step, buffer):
-                handle = links[channel].receive(buffer, watched=step % _WATCHED_STEPS == 0)
-                ledger.open(channel, step, handle, buffer)
-            case Send(channel, step, tensor):
-                timeline.begin("send", step, time.monotonic())
-                ledger.open(channel, step, links[channel].send(tensor), tensor)
-                timeline.end(time.monotonic())
-            case Wait(channel, step):
-                timeline.begin(wait_kind(channel, timeline.rank), step, time.monotonic())
-                value, at = ledger.wait(channel, step, link_timeout)
-                timeline.end(time.monotonic())
-                if channel.target == timeline.rank and at is not None:
-                    timeline.arrived(step, at)
-            case Compute(kind, step, work):
-                timeline.begin(kind, step, time.monotonic())
-                value = work()
-                timeline.end(time.monotonic())
-            case Start(kind, step, work):
-                timeline.begin(kind, step, time.monotonic())
-                value = work()
-            case Finish(work=wait_for_device):
-                wait_for_device()
-                timeline.end(time.monotonic())
-            case EmitResult(result):
-                control.send(result)
-            case StepDone():
-                reports.append(timeline.finish(time.monotonic()))
+    """Carry out a stage loop's effects until it ends: time passes by itself."""
+    effects = carry_out(
+        loop,
+        control,
+        links,
+        Ledger(),
+        timeline,
+        link_timeout=link_timeout,
+        clock=time.monotonic,
+    )
+    for _ in effects:
+        pass
 
 
 def run_stage(

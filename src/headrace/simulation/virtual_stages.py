@@ -5,34 +5,19 @@ messages. Simulations of the whole engine run on it, and searches that would tak
 """
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
-from typing import Any
-
-import torch
 
 from headrace.errors import PipelineError
 from headrace.execution.executor import Executor
-from headrace.pipeline.effects import (
-    Compute,
-    Effect,
-    EmitResult,
-    Finish,
-    PostReceive,
-    Send,
-    Start,
-    StepDone,
-    TakePlans,
-    Wait,
-    WorkKind,
-    wait_kind,
-)
-from headrace.pipeline.ledger import Channel, Ledger, LedgerError
+from headrace.pipeline.carry_out import carry_out
+from headrace.pipeline.effects import Compute, Effect, Start, TakePlans, Wait, WorkKind
+from headrace.pipeline.ledger import Ledger
 from headrace.pipeline.links import LinkError
 from headrace.pipeline.stage_loop import StageRole, stage_loop
 from headrace.pipeline.timeline import RankTimeline
 from headrace.protocol import codec
-from headrace.protocol.messages import Report, Result, Stop, Timeline
+from headrace.protocol.messages import FromRank, Report, Result, Stop, Timeline
 from headrace.protocol.plan import Plan
 from headrace.protocol.ranks import Ranks
 from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork, VirtualTransfer
@@ -42,8 +27,6 @@ ComputeTime = Callable[[int, Plan, WorkKind], float]
 
 # Events remembered, for the account of a failure.
 _EVENTS = 40
-# In place of an effect's value: it takes time.
-_LATER = object()
 
 
 def no_time(*_: object) -> float:
@@ -189,10 +172,7 @@ class _Socket:
 
 
 class _Rank:
-    """Carries a stage loop's effects out until one takes time, and goes on when it is over.
-
-    The same as stage_worker.drive() in virtual time.
-    """
+    """Carries a stage loop's effects out until one takes time, and goes on when it is over."""
 
     def __init__(
         self,
@@ -208,9 +188,8 @@ class _Rank:
     ) -> None:
         self.timeline = RankTimeline(role.epoch, role.rank, memory=lambda: 0)
         self.done = self.killed = False
-        self._role = role
+        self._epoch = role.epoch
         self._clock = clock
-        self._links = network.links(role.rank)
         self._compute_s = compute_s
         self._hold_up = hold_up
         self._to_engine = to_engine
@@ -220,13 +199,21 @@ class _Rank:
         self._inbox: list[bytes] = []
         self._waits_for_plans = False
         self._ledger = Ledger()
-        self._transfers: dict[tuple[Channel, int], VirtualTransfer] = {}
+        # Those that the stage has not reported on.
         self._plans: dict[int, Plan] = {}
-        self._device_busy_until = 0.0
-        # Kinds of work that this step has been charged for.
-        self._charged: set[str] = set()
-        self._loop: Generator[Effect, Any, None] = stage_loop(role, executor)
-        self._go_on(None)
+        self._busy_until = 0.0
+        # Work of a step that has been charged for.
+        self._charged: tuple[int, set[WorkKind]] = (-1, set())
+        self._effects = carry_out(
+            stage_loop(role, executor),
+            self,
+            network.links(role.rank),
+            self._ledger,
+            self.timeline,
+            link_timeout=link_timeout,
+            clock=lambda: clock.now,
+        )
+        self._go_on()
 
     def take(self, data: bytes) -> None:
         """A message from the engine arrived."""
@@ -235,132 +222,76 @@ class _Rank:
         self._inbox.append(data)
         if self._waits_for_plans:
             self._waits_for_plans = False
-            self.timeline.end(self._clock.now)
-            self._go_on(self._messages())
+            self._go_on()
 
-    def _go_on(self, value: Any) -> None:
-        """Give the loop the value that it waits for, and carry out what it wants until that takes
-        time; then this is called again."""
-        while value is not _LATER:
-            try:
-                effect = self._loop.send(value)
-            except StopIteration:
-                self.done = True
-                if left := list(self._ledger.open_transfers()):
-                    raise LedgerError(f"{self._name} ended with {left} not waited for") from None
-                return
-            held_up_s = self._hold_up()
-            if held_up_s > 0:
-                self._clock.schedule(held_up_s, partial(self._after_hold_up, effect))
-                return
-            value = self._carry_out(effect)
+    def send(self, message: FromRank) -> None:
+        """Send a message to the engine."""
+        if isinstance(message, Report):
+            del self._plans[message.step]
+        self._to_engine.send(codec.encode(message))
 
-    def _after_hold_up(self, effect: Effect) -> None:
-        if not self.killed:
-            self._go_on(self._carry_out(effect))
-
-    def _carry_out(self, effect: Effect) -> Any:
-        """The effect's value, or _LATER."""
-        now = self._clock.now
-        self._events.append((now, self._name, effect))
-        match effect:
-            case TakePlans(wait):
-                if wait:
-                    self.timeline.begin("plan_wait", self.timeline.step, now)
-                    if not self._inbox:
-                        self._waits_for_plans = True
-                        return _LATER
-                    self.timeline.end(now)
-                return self._messages()
-            case PostReceive(channel, step, buffer):
-                self._start(channel, step, self._links[channel].receive, buffer)
-            case Send(channel, step, tensor):
-                self.timeline.begin("send", step, now)
-                self._start(channel, step, self._links[channel].send, tensor)
-                self.timeline.end(now)
-            case Wait(channel, step):
-                self.timeline.begin(wait_kind(channel, self._role.rank), step, now)
-                transfer = self._transfers.pop((channel, step), None)
-                if transfer is not None and not transfer.over:
-                    transfer.watch(self._link_timeout, partial(self._transferred, channel, step))
-                    return _LATER
-                # Without one the ledger raises its error.
-                return self._complete(channel, step)
-            case Compute(kind, step, work):
-                self.timeline.begin(kind, step, now)
-                value = work()
-                if kind not in self._charged:
-                    self._charged.add(kind)
-                    seconds = self._compute_s(self._plans[step], kind)
-                    if seconds > 0:
-                        self._clock.schedule(seconds, partial(self._computed, value))
-                        return _LATER
-                self.timeline.end(now)
-                return value
-            case Start(kind, step, work):
-                self.timeline.begin(kind, step, now)
-                self._device_busy_until = now + self._compute_s(self._plans[step], kind)
-                return work()
-            case Finish():
-                if self._device_busy_until > now:
-                    self._clock.schedule_at(self._device_busy_until, partial(self._computed, None))
-                    return _LATER
-                self.timeline.end(now)
-            case EmitResult(result):
-                self._to_engine.send(codec.encode(result))
-            case StepDone(step):
-                del self._plans[step]
-                self._charged.clear()
-                self._to_engine.send(codec.encode(self.timeline.finish(now)))
-        return None
-
-    def _messages(self) -> list[Plan | Stop]:
-        """All that have arrived."""
+    def take_plans(self, wait: bool) -> list[Plan | Stop]:
+        """All that have arrived. wait: there are some, or this would not be asked."""
+        assert self._inbox or not wait
         messages: list[Plan | Stop] = []
         for data in self._inbox:
             message = codec.decode_to_rank(data)
             assert isinstance(message, Plan | Stop)
             messages.append(message)
-            if isinstance(message, Plan):
-                self.timeline.planned(message)
-                if message.epoch == self._role.epoch:
-                    self._plans[message.step] = message
+            if isinstance(message, Plan) and message.epoch == self._epoch:
+                self._plans[message.step] = message
         self._inbox.clear()
         return messages
 
-    def _start(
-        self,
-        channel: Channel,
-        step: int,
-        start: Callable[[torch.Tensor], VirtualTransfer],
-        tensor: torch.Tensor,
-    ) -> None:
+    def _go_on(self) -> None:
+        """Carry out what the loop wants until that takes time; then this is called again."""
+        if self.killed:
+            return
         try:
-            transfer = start(tensor)
+            for effect in self._effects:
+                if effect is None:
+                    if self._busy_until > self._clock.now:
+                        self._clock.schedule_at(self._busy_until, self._go_on)
+                        return
+                    continue
+                held_up_s = self._hold_up()
+                if held_up_s > 0:
+                    self._clock.schedule(held_up_s, partial(self._after_hold_up, effect))
+                    return
+                if not self._due(effect):
+                    return
         except LinkError as error:
-            raise self._failed(error) from error
-        self._ledger.open(channel, step, transfer, tensor)
-        self._transfers[channel, step] = transfer
+            raise PipelineError(f"{self._name}: {error}") from error
+        self.done = True
 
-    def _complete(self, channel: Channel, step: int) -> torch.Tensor:
-        """Take a transfer that is over out of the ledger."""
-        try:
-            buffer, at = self._ledger.wait(channel, step, self._link_timeout)
-        except LinkError as error:
-            raise self._failed(error) from error
-        self.timeline.end(self._clock.now)
-        if channel.target == self._role.rank and at is not None:
-            self.timeline.arrived(step, at)
-        return buffer
+    def _after_hold_up(self, effect: Effect) -> None:
+        if not self.killed and self._due(effect):
+            self._go_on()
 
-    def _transferred(self, channel: Channel, step: int) -> None:
-        if not self.killed:
-            self._go_on(self._complete(channel, step))
+    def _due(self, effect: Effect) -> bool:
+        """Whether the effect can be carried out now; if not, this goes on when it can."""
+        now = self._clock.now
+        self._events.append((now, self._name, effect))
+        match effect:
+            case TakePlans(wait=True):
+                self._waits_for_plans = not self._inbox
+                return bool(self._inbox)
+            case Wait(channel, step):
+                transfer = self._ledger.handle(channel, step)
+                if isinstance(transfer, VirtualTransfer) and not transfer.over:
+                    transfer.watch(self._link_timeout, self._go_on)
+                    return False
+            case Compute(kind, step) | Start(kind, step):
+                self._busy_until = now + self._seconds(kind, step)
+        return True
 
-    def _computed(self, value: Any) -> None:
-        if not self.killed:
-            self.timeline.end(self._clock.now)
-            self._go_on(value)
-
-    def _failed(self, error: LinkError) -> PipelineError:
-        return PipelineError(f"{self._name}: {error}")
+    def _seconds(self, kind: WorkKind, step: int) -> float:
+        """What work takes: all of a step's work of one kind, with the first piece of it."""
+        charged_step, kinds = self._charged
+        if charged_step != step:
+            kinds = set()
+            self._charged = step, kinds
+        if kind in kinds:
+            return 0.0
+        kinds.add(kind)
+        return self._compute_s(self._plans[step], kind)
