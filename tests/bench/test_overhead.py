@@ -7,7 +7,6 @@ import pytest
 import torch
 import typer
 
-from headrace.bench.alone import answer_alone
 from headrace.bench.kernel_clock import KernelClock, timed_kernels
 from headrace.bench.overhead import decode_steps, full_steps
 from headrace.checkpoint.locate import locate_model
@@ -15,6 +14,7 @@ from headrace.cli import bench_overhead
 from headrace.cli.bench import app
 from headrace.errors import ModelError, UsageError
 from headrace.execution.model_executor import ModelExecutor
+from headrace.host.alone import answer_alone
 from headrace.host.cpus import StageCpus
 from headrace.kernels import REFERENCE, path
 from headrace.protocol.plan import (
@@ -143,7 +143,7 @@ def test_a_process_alone_has_no_openmp_runtime_but_torchs(
     code = "import gguf, sys\nsys.stdout.write(open('/proc/self/maps').read())\n"
     (tmp_path / "says_maps.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    maps = answer_alone("says_maps", 0, StageCpus([], 1), b"").decode()
+    maps = answer_alone("says_maps", "it", StageCpus([], 1), b"").decode()
     assert "python" in maps
     assert not re.findall(r"lib(?:gomp|iomp|omp)", maps)
 

@@ -1,67 +1,33 @@
 """What follows from settings, model and machine: pure, so on machines that nobody has."""
 
-from dataclasses import replace
-from pathlib import Path
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from headrace.checkpoint.locate import ModelFiles
-from headrace.checkpoint.synthetic import synthetic_tokenizer
 from headrace.config import EngineConfig
 from headrace.deployment.cache_size import CacheLimit
-from headrace.deployment.machine import Machine
+from headrace.deployment.machine import Cluster
 from headrace.deployment.model import Model
 from headrace.deployment.resolve import Deployment, resolve
 from headrace.errors import StartError, UsageError
 from headrace.host.cpus import StageCpus
-from headrace.protocol.model_config import LayerSize, ModelSizes, StageShare
-from headrace.protocol.program import Program
-
-FOUR_CORES = Machine(
-    allowed_cpus=frozenset(range(8)),
-    cores=(0, 2, 4, 6),
-    free_memory=8 << 30,
-    computes_bfloat16=False,
-    native_kernels=True,
-)
-SIZES = ModelSizes(
-    architecture="LlamaForCausalLM",
-    vocab_size=49152,
-    hidden_size=576,
-    layers=(LayerSize(products=3_538_944, cache_elements=2 * 3 * 64),) * 30,
-    rotation_elements=64,
-    embedding_products=576,
-    head_products=49152 * 576,
-    max_positions=8192,
-    dtype="bfloat16",
-    eos_token_ids=(2,),
-)
+from headrace.protocol.hosts import HostFacts
+from machines import FOUR_CORES, MODEL, SIZES, unlike_hosts
 
 
-def no_program(share: StageShare) -> Program:
-    """Nothing is run."""
-    raise AssertionError
+def decide(host: HostFacts = FOUR_CORES, model: Model = MODEL, **settings: Any) -> Deployment:
+    return resolve(EngineConfig(model="model.gguf", **settings), model, Cluster(hosts=(host,)))
 
 
-MODEL = Model(
-    files=ModelFiles(Path("model.gguf"), "gguf"),
-    sizes=SIZES,
-    program=no_program,
-    sampling_defaults={},
-    synthetic=None,
-    read_tokenizer=synthetic_tokenizer,
-)
-
-
-def decide(machine: Machine = FOUR_CORES, model: Model = MODEL, **settings: Any) -> Deployment:
-    return resolve(EngineConfig(model="model.gguf", **settings), model, machine)
+def decide_on(cluster: Cluster, **settings: Any) -> Deployment:
+    return resolve(EngineConfig(model="model.gguf", **settings), MODEL, cluster)
 
 
 def of_dtype(dtype: str) -> Model:
-    from msgspec.structs import replace as changed
-
-    return replace(MODEL, sizes=changed(SIZES, dtype=dtype))
+    return dataclasses.replace(MODEL, sizes=replace(SIZES, dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -77,8 +43,8 @@ def of_dtype(dtype: str) -> Model:
 def test_the_dtype_is_bfloat16_where_that_is_fast_and_loses_nothing(
     computes: bool, native: bool, checkpoint: str, wanted: str, found: str
 ) -> None:
-    machine = replace(FOUR_CORES, computes_bfloat16=computes, native_kernels=native)
-    assert decide(machine, of_dtype(checkpoint), dtype=wanted).dtype == found
+    host = replace(FOUR_CORES, computes_bfloat16=computes, native_kernels=native)
+    assert decide(host, of_dtype(checkpoint), dtype=wanted).dtype == found
 
 
 def test_stages_share_layers_by_cost_and_cores_evenly() -> None:
@@ -147,3 +113,53 @@ def test_a_stage_waits_far_longer_for_a_message_than_the_engine_does() -> None:
     # Emulated links may take their time: there and back on each stage's edge, and the bytes.
     slow = decide(pipeline_parallel_size=2, link_latency_ms=1000, link_bandwidth_mbps=8)
     assert slow.stall_timeout == pytest.approx(60 + 2 * (2 + 512 * 576 * 4 / 1e6))
+
+
+def test_unlike_hosts_share_layers_by_speed_and_each_its_own_cores() -> None:
+    found = decide_on(unlike_hosts(), pipeline_parallel_size=2)
+    assert found.hosts == (0, 1)
+    assert [share.num_layers for share in found.shares] == [11, 19]
+    assert found.cpus == (StageCpus([0, 2, 4, 6], 4), StageCpus([1, 3], 2))
+
+
+def test_a_hosts_stages_share_its_cores() -> None:
+    found = decide_on(unlike_hosts(), pipeline_parallel_size=3)
+    assert found.hosts == (0, 1, 1)
+    assert found.cpus == (StageCpus([0, 2, 4, 6], 4), StageCpus([1], 1), StageCpus([3], 1))
+
+
+def test_on_several_hosts_a_partition_and_a_binding_go_by_stage() -> None:
+    found = decide_on(
+        unlike_hosts(), pipeline_parallel_size=2, layer_partition="20,10", cpu_bind="0-1|3"
+    )
+    assert [share.num_layers for share in found.shares] == [20, 10]
+    assert found.cpus == (StageCpus([0, 1], 2), StageCpus([3], 1))
+    with pytest.raises(UsageError, match="may not use core 0, only 1,3"):
+        decide_on(unlike_hosts(), pipeline_parallel_size=2, cpu_bind="0|0")
+    with pytest.raises(UsageError, match="is for 3 stages"):
+        decide_on(unlike_hosts(), pipeline_parallel_size=2, cpu_bind="0|1|3")
+
+
+def test_a_host_with_little_memory_has_few_layers() -> None:
+    found = decide_on(
+        unlike_hosts(fast_free=150 << 20), pipeline_parallel_size=2, max_model_len=512
+    )
+    # At the start of the pipeline it holds the table of tokens, at its end the output projection.
+    placed = dict(zip(found.hosts, found.shares, strict=True))
+    assert found.need.free(
+        np.array(found.need.weights(placed[1]) + found.need.per_stage),
+        np.array(found.need.cache(placed[1])),
+    ) <= (150 << 20)
+    assert placed[1].num_layers < 19
+
+
+def test_hosts_that_cannot_hold_the_model_are_named() -> None:
+    with pytest.raises(StartError, match=r"bob has 0.0977 GiB free and needs .* for layers"):
+        decide_on(unlike_hosts(slow_free=100 << 20, fast_free=100 << 20), pipeline_parallel_size=2)
+
+
+def test_all_hosts_compute_in_one_dtype() -> None:
+    hosts = unlike_hosts().hosts
+    poor = Cluster(hosts=(hosts[0], replace(hosts[1], native_kernels=False)))
+    assert decide_on(unlike_hosts(), pipeline_parallel_size=2).dtype == "bfloat16"
+    assert decide_on(poor, pipeline_parallel_size=2).dtype == "float32"

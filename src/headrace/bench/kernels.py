@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import torch
 
-from headrace.bench.alone import answer_alone
 from headrace.bench.figures import spread
 from headrace.bench.kernel_cases import CHUNK, CONTEXT, Call, Case, kernel_cases
 from headrace.bench.machine import machine, versions
 from headrace.bench.model_shape import ModelShape, shape_of
 from headrace.bench.roofline import Dtype, read_program
-from headrace.deployment.machine import read_machine
+from headrace.deployment.machine import this_host
 from headrace.errors import StartError
+from headrace.host.alone import answer_alone
 from headrace.host.cpus import stage_cpus
 from headrace.kernels import PATH_VARIABLE, path
 
@@ -53,7 +53,7 @@ def measure_kernels(
     there are no native kernels, PipelineError if the process fails.
     """
     shape = shape_of(read_program(model))
-    this = read_machine()
+    this = this_host()
     if not this.native_kernels:
         raise StartError(
             f"there are no native kernels to measure: unset {PATH_VARIABLE} if it is torch, else "
@@ -62,7 +62,9 @@ def measure_kernels(
     (cpus,) = stage_cpus(1, threads, "auto", allowed=this.allowed_cpus, cores=this.cores)
     say("kernels, in a process of their own")
     task = msgspec.msgpack.encode(_Task(shape, dtype, rows, rounds))
-    answer = msgspec.msgpack.decode(answer_alone(__name__, 0, cpus, task), type=_Measured)
+    answer = msgspec.msgpack.decode(
+        answer_alone(__name__, "measuring kernels", cpus, task), type=_Measured
+    )
     return {
         "model": model,
         "dtype": dtype,

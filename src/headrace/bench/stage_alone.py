@@ -10,9 +10,9 @@ from collections.abc import Iterable
 import msgspec
 import torch
 
-from headrace.bench.alone import answer_alone
 from headrace.execution.executor import Executor
 from headrace.execution.load import load_model, stage_executor
+from headrace.host.alone import answer_alone
 from headrace.host.cpus import StageCpus
 from headrace.kernels.path import choose_path
 from headrace.protocol.messages import RankConfig
@@ -41,7 +41,7 @@ def seconds_alone(
     first and is not counted. Raises PipelineError if the process fails.
     """
     task = msgspec.msgpack.encode(_Task(config, num_blocks, warm_up, plans))
-    answer = answer_alone(__name__, config.rank, cpus, task)
+    answer = answer_alone(__name__, f"stage {config.rank} alone", cpus, task)
     return msgspec.msgpack.decode(answer, type=list[float])
 
 

@@ -18,11 +18,11 @@ import msgspec
 import torch
 import zmq
 
-from headrace.bench.alone import answer_alone
 from headrace.bench.kernel_clock import KernelClock, timed_kernels
 from headrace.bench.stage_alone import load_executor
 from headrace.execution.executor import Executor
 from headrace.execution.model_executor import ModelExecutor
+from headrace.host.alone import answer_alone
 from headrace.host.cpus import StageCpus
 from headrace.model.interpreter import Interpreter
 from headrace.pipeline.effects import Effect, EmitResult
@@ -66,7 +66,7 @@ def step_times(
     once before, as a warm-up. Raises PipelineError if the process fails.
     """
     task = msgspec.msgpack.encode(_Task(config, cpus.cpus, num_blocks, plans, rounds))
-    answer = answer_alone(__name__, config.stage, cpus, task)
+    answer = answer_alone(__name__, f"stage {config.stage} alone", cpus, task)
     return msgspec.msgpack.decode(answer, type=list[list[StepTime]])
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from headrace.deployment.stage_memory import gib
 from headrace.errors import StartError
 
 
@@ -31,7 +32,7 @@ def check_max_model_len(
     if max_model_len > fitting:
         raise StartError(
             f"not enough memory: one sequence of --max-model-len {max_model_len} takes "
-            f"{_gib(max_model_len * bytes_per_position)}, and of the {_gib(free)} that are free "
+            f"{gib(max_model_len * bytes_per_position)}, and of the {gib(free)} that are free "
             f"there is room for less than {fitting + 1}: set --max-model-len to less than that"
         )
 
@@ -55,29 +56,25 @@ def choose_num_blocks(
     needed = -(-max_model_len // block_size)
     free = max(0, free - promised)
     per_stage = limit.bytes_per_stage
-    others = f", beside {_gib(promised)} promised to other engines" if promised else ""
+    others = f", beside {gib(promised)} promised to other engines" if promised else ""
     if per_stage is None:
         usable = int(free * limit.share_of_free)
         fitting = usable // sum(bytes_per_block)
-        room = f"{_gib(usable)} of the {_gib(free)} that are free{others}"
+        room = f"{gib(usable)} of the {gib(free)} that are free{others}"
     else:
         fitting = per_stage // max(bytes_per_block)
-        room = f"--kv-cache-memory {_gib(per_stage)} a stage"
+        room = f"--kv-cache-memory {gib(per_stage)} a stage"
         if per_stage * len(bytes_per_block) > free:
             raise StartError(
                 f"not enough memory for the cache: {room} on {len(bytes_per_block)} stages, "
-                f"but {_gib(free)} are free{others}: lower --kv-cache-memory"
+                f"but {gib(free)} are free{others}: lower --kv-cache-memory"
             )
     if fitting < needed:
         wanted = sum(bytes_per_block) if per_stage is None else max(bytes_per_block)
         raise StartError(
             f"not enough memory for the cache: one sequence of --max-model-len {max_model_len} "
-            f"takes {_gib(needed * wanted)}, there is {room}, enough for {fitting * block_size}: "
+            f"takes {gib(needed * wanted)}, there is {room}, enough for {fitting * block_size}: "
             "lower --max-model-len or raise "
             f"{'--gpu-memory-utilization' if per_stage is None else '--kv-cache-memory'}"
         )
     return min(fitting, needed * max_num_seqs)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.3g} GiB"

@@ -31,6 +31,9 @@ def describe(deployment: Deployment) -> dict[str, Any]:
                 "end_layer": share.end_layer,
                 "embeds": share.embeds,
                 "samples": share.samples,
+                "host": deployment.cluster.hosts[deployment.hosts[rank]].name,
+                "weight_bytes": deployment.need.weights(share),
+                "least_cache_bytes": deployment.need.cache(share),
                 "cores": cpus.cpus,
                 "threads": cpus.threads,
             }

@@ -1,31 +1,41 @@
-"""What there is to know of this machine before anything is decided."""
+"""What there is to know of the hosts before anything is decided."""
 
 import os
-from dataclasses import dataclass
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+import headrace
 from headrace.host.control_groups import cpu_quota
 from headrace.host.cpus import computes_bfloat16, usable_cpus
 from headrace.host.memory import free_memory
 from headrace.kernels import has_native_kernels
+from headrace.protocol.hosts import HostFacts, LinkFigures
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
-    """One machine. allowed_cpus: those that this process may use. cores: those of them that are
-    worth a thread each, in ascending order. free_memory: in bytes. computes_bfloat16: whether the
-    cores multiply it. native_kernels: whether there are any."""
+class Cluster:
+    """The hosts that a pipeline may use, one or several, by their node ranks.
 
-    allowed_cpus: frozenset[int]
-    cores: tuple[int, ...]
-    free_memory: int
-    computes_bfloat16: bool
-    native_kernels: bool
+    links: by the numbers of two different hosts, from the first to the second.
+    """
+
+    hosts: tuple[HostFacts, ...]
+    links: Mapping[tuple[int, int], LinkFigures] = field(default_factory=dict)
 
 
-def read_machine() -> Machine:
-    """The machine as it is now."""
+def read_machine() -> Cluster:
+    """This machine alone, as it is now."""
+    return Cluster(hosts=(this_host(),))
+
+
+def this_host() -> HostFacts:
+    """This machine as it is now; neither its speed nor a model's files are looked at."""
     allowed = os.sched_getaffinity(0)
-    return Machine(
+    return HostFacts(
+        name=socket.gethostname(),
+        address="",
+        version=headrace.__version__,
         allowed_cpus=frozenset(allowed),
         cores=tuple(usable_cpus(allowed, cpu_quota())),
         free_memory=free_memory(),

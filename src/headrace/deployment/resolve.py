@@ -1,14 +1,16 @@
-"""Decides how a model is served on a machine: everything that can be known before a process runs.
+"""Decides how a model is served on its hosts: everything that can be known before a process runs.
 
 Nothing is started or allocated here. What is decided once is not worked out again: start.py carries
 it out, and everybody else reads it from the deployment.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from headrace.config import EngineConfig
 from headrace.deployment.cache_size import CacheLimit, check_max_model_len
-from headrace.deployment.machine import Machine
+from headrace.deployment.capacity import capacities, hop_seconds
+from headrace.deployment.machine import Cluster
 from headrace.deployment.model import Model
 from headrace.deployment.partition import (
     balanced_layers,
@@ -17,6 +19,8 @@ from headrace.deployment.partition import (
     parse_layer_partition,
     stage_shares,
 )
+from headrace.deployment.placement import Placement, place_partition, place_stages
+from headrace.deployment.stage_memory import MemoryNeed, memory_need
 from headrace.engine.microbatch_count import MOST_MICROBATCHES, window_of
 from headrace.errors import UsageError
 from headrace.host.cpus import StageCpus, stage_cpus
@@ -26,6 +30,7 @@ from headrace.protocol.ranks import Ranks
 
 # Seconds for the stages to meet, which has nothing to do with how long a step may take.
 _START_TIMEOUT = 60.0
+_ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Seconds for which engine and stages may be paused together while a step is in flight.
 _PAUSE = 7 * 86_400.0
 
@@ -34,19 +39,23 @@ _PAUSE = 7 * 86_400.0
 class Deployment:
     """How a model is served: what the user left open is decided, what was said stands in config.
 
-    shares: by stage. cpus: by rank. dtype: of weights, activations and cache, by its torch name.
-    max_model_len: positions of the longest sequence. max_num_seqs: slots, on every stage.
-    num_microbatches, window: at the start; most_microbatches, most_window: that there may ever be
-    (window: steps that are planned beyond the newest result). cache: what bounds it; how many
-    blocks that is turns out once the weights are loaded. start_timeout, link_timeout,
+    cluster: the hosts. shares: by stage. hosts: by rank, the number of its host. cpus: by rank, on
+    its host. need: what the model takes of memory, by its sizes. dtype: of weights, activations and
+    cache, by its torch name. max_model_len: positions of the longest sequence. max_num_seqs: slots,
+    on every stage. num_microbatches, window: at the start; most_microbatches, most_window: that
+    there may ever be (window: steps that are planned beyond the newest result). cache: what bounds
+    it; how many blocks that is turns out once the weights are loaded. start_timeout, link_timeout,
     stall_timeout: seconds for the stages to meet, for a message over a link, and in which nothing
     comes back from the stages, and none computes.
     """
 
     config: EngineConfig
     model: Model
+    cluster: Cluster
     ranks: Ranks
     shares: tuple[StageShare, ...]
+    hosts: tuple[int, ...]
+    need: MemoryNeed
     cpus: tuple[StageCpus, ...]
     dtype: str
     max_model_len: int
@@ -66,41 +75,39 @@ class Deployment:
         return self.ranks.num_stages
 
 
-def resolve(config: EngineConfig, model: Model, machine: Machine) -> Deployment:
-    """Decide everything that follows from the user's settings, the model and the machine.
+def resolve(config: EngineConfig, model: Model, cluster: Cluster) -> Deployment:
+    """Decide everything that follows from the user's settings, the model and the hosts.
 
-    Raises UsageError for settings that do not fit the model or the machine, StartError for a
-    context that cannot fit its memory.
+    Raises UsageError for settings that do not fit the model or the hosts, StartError for what
+    cannot fit their memory: a context, and on several hosts the weights.
     """
     # Tensor parallelism is still to come: a stage is one process.
     ranks = Ranks(config.pipeline_parallel_size, num_shards=1)
-    shares = _shares(config, model.sizes)
+    check_stage_count(model.sizes.num_layers, ranks.num_stages)
     max_model_len = _max_model_len(config, model.sizes)
-    dtype = _dtype(config, model.sizes, machine)
+    dtype = _dtype(config, model.sizes, cluster)
+    need = _memory_need(config, model.sizes, dtype, max_model_len)
     cache = CacheLimit(
         bytes_per_stage=config.kv_cache_bytes, share_of_free=config.gpu_memory_utilization
     )
-    if model.synthetic is None:
+    if model.synthetic is None and len(cluster.hosts) == 1:
         check_max_model_len(
             max_model_len,
             _bytes_per_position(config, model.sizes, dtype),
             cache,
-            machine.free_memory,
+            cluster.hosts[0].free_memory,
         )
-    cpus = stage_cpus(
-        ranks.count,
-        config.cpu_threads,
-        config.cpu_bind,
-        allowed=machine.allowed_cpus,
-        cores=machine.cores,
-    )
+    placement = _placement(config, model.sizes, cluster, need, dtype)
     microbatches, most_microbatches = _microbatches(config)
     return Deployment(
         config=config,
         model=model,
+        cluster=cluster,
         ranks=ranks,
-        shares=tuple(shares),
-        cpus=tuple(cpus),
+        shares=tuple(stage_shares(list(placement.layers))),
+        hosts=placement.hosts,
+        need=need,
+        cpus=_cpus(config, cluster, placement),
         dtype=dtype,
         max_model_len=max_model_len,
         max_num_seqs=config.sequences,
@@ -115,12 +122,43 @@ def resolve(config: EngineConfig, model: Model, machine: Machine) -> Deployment:
     )
 
 
-def _shares(config: EngineConfig, model: ModelSizes) -> list[StageShare]:
-    num_stages = config.pipeline_parallel_size
-    check_stage_count(model.num_layers, num_stages)
-    if config.layer_partition is None:
-        return stage_shares(balanced_layers(num_stages, layer_costs(model)))
-    return stage_shares(parse_layer_partition(config.layer_partition, model.num_layers, num_stages))
+def _placement(
+    config: EngineConfig, sizes: ModelSizes, cluster: Cluster, need: MemoryNeed, dtype: str
+) -> Placement:
+    """Hosts and layers of each stage."""
+    num_stages, layers = config.pipeline_parallel_size, None
+    if config.layer_partition is not None:
+        layers = parse_layer_partition(config.layer_partition, sizes.num_layers, num_stages)
+    costs = layer_costs(sizes)
+    if len(cluster.hosts) == 1:
+        return Placement((0,) * num_stages, tuple(layers or balanced_layers(num_stages, costs)))
+    hosts = capacities(cluster.hosts, dtype, _ELEMENT_SIZES[dtype])
+    if layers is not None:
+        return place_partition(layers, hosts, need)
+    hops = hop_seconds(cluster.links, sizes.hidden_size, _ELEMENT_SIZES[dtype])
+    return place_stages(num_stages, hosts, hops, costs, need)
+
+
+def _cpus(config: EngineConfig, cluster: Cluster, placement: Placement) -> tuple[StageCpus, ...]:
+    """By rank. A host's stages are consecutive, and so are their parts of --cpu-bind."""
+    bind, counts = config.cpu_bind, Counter(placement.hosts)
+    lists = None if bind in ("auto", "none") else bind.split("|")
+    if lists is not None and len(lists) != len(placement.hosts):
+        raise UsageError(
+            f"--cpu-bind {bind} is for {len(lists)} stages, --pipeline-parallel-size is "
+            f"{len(placement.hosts)}"
+        )
+    cpus: list[StageCpus] = []
+    for number in dict.fromkeys(placement.hosts):
+        host, first, count = cluster.hosts[number], len(cpus), counts[number]
+        cpus += stage_cpus(
+            count,
+            config.cpu_threads,
+            bind if lists is None else "|".join(lists[first : first + count]),
+            allowed=host.allowed_cpus,
+            cores=host.cores,
+        )
+    return tuple(cpus)
 
 
 def _max_model_len(config: EngineConfig, model: ModelSizes) -> int:
@@ -138,10 +176,10 @@ def _max_model_len(config: EngineConfig, model: ModelSizes) -> int:
     return wanted or model.max_positions
 
 
-def _dtype(config: EngineConfig, model: ModelSizes, machine: Machine) -> str:
+def _dtype(config: EngineConfig, model: ModelSizes, cluster: Cluster) -> str:
     if config.dtype != "auto":
         return config.dtype
-    fast = machine.computes_bfloat16 or machine.native_kernels
+    fast = all(host.computes_bfloat16 or host.native_kernels for host in cluster.hosts)
     return "bfloat16" if model.dtype != "float32" and fast else "float32"
 
 
@@ -156,13 +194,27 @@ def _microbatches(config: EngineConfig) -> tuple[int, int]:
     return at_start, min(MOST_MICROBATCHES, config.sequences)
 
 
+def _memory_need(
+    config: EngineConfig, model: ModelSizes, dtype: str, max_model_len: int
+) -> MemoryNeed:
+    per_stage = config.kv_cache_bytes
+    return memory_need(
+        model,
+        element_size=_ELEMENT_SIZES[dtype],
+        max_model_len=max_model_len,
+        max_num_seqs=config.sequences,
+        block_size=config.block_size,
+        cache_per_stage=per_stage,
+        cache_share=config.gpu_memory_utilization if per_stage is None else 1.0,
+    )
+
+
 def _bytes_per_position(config: EngineConfig, model: ModelSizes, dtype: str) -> int:
     """What all stages together hold for each position of the longest sequence.
 
     Keys and values, a stage's two rotation tables, and its share of the slots' block tables.
     """
-    size = 4 if dtype == "float32" else 2
-    cache = sum(layer.cache_elements for layer in model.layers) * size
+    cache = sum(layer.cache_elements for layer in model.layers) * _ELEMENT_SIZES[dtype]
     tables = 4 * model.rotation_elements + 8 * config.sequences // config.block_size
     return cache + config.pipeline_parallel_size * tables
 

@@ -10,10 +10,11 @@ from headrace.host.cpus import StageCpus
 from headrace.host.pinning import keep_out_second_openmp, start_process
 
 
-def answer_alone(module: str, stage: int, cpus: StageCpus, task: bytes) -> bytes:
+def answer_alone(module: str, what: str, cpus: StageCpus, task: bytes) -> bytes:
     """What the module writes to standard output, run with the task on standard input.
 
-    Raises PipelineError, with the last line that it complained in, if the process fails.
+    what: the process, for people. Raises PipelineError, with the last line that it complained in,
+    if the process fails.
     """
     process = start_process(
         [sys.executable, "-P", "-m", __name__, module],
@@ -30,7 +31,7 @@ def answer_alone(module: str, stage: int, cpus: StageCpus, task: bytes) -> bytes
         process.wait()
     if process.returncode:
         last = (complaints.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-        raise PipelineError(f"stage {stage} alone failed: {last}")
+        raise PipelineError(f"{what} failed: {last}")
     return answer
 
 

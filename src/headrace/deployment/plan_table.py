@@ -1,0 +1,65 @@
+"""Where everything goes, as a table for people: printed before anything is loaded."""
+
+from rich.table import Table
+
+from headrace.deployment.partition import layer_costs
+from headrace.deployment.resolve import Deployment
+
+
+def plan_table(deployment: Deployment) -> Table:
+    """A row for each rank.
+
+    cost: the stage's part of a step's arithmetic. weights, cache: GiB, foretold from the model's
+    sizes; the cache is that of one longest sequence, the least there must be, or what was asked
+    for. On several hosts also what is free there, and the link to the next stage's host, as far as
+    it was measured: one way, and back to the first stage from the last.
+    """
+    ranks, need = deployment.ranks, deployment.need
+    several, shards = len(deployment.cluster.hosts) > 1, ranks.num_shards > 1
+    headings = ["host"] * several + ["rank"] + ["stage", "shard"] * shards
+    headings += ["layers", "cost", "weights GiB", "cache GiB"] + ["free GiB"] * several
+    headings += ["cores", "threads"] + ["link to next"] * several
+    table = Table()
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    parts = _cost_parts(deployment)
+    for rank, cpus in enumerate(deployment.cpus):
+        stage = ranks.stage_of(rank)
+        share = deployment.shares[stage]
+        host = deployment.cluster.hosts[deployment.hosts[rank]]
+        row = [host.name] * several + [str(rank)]
+        row += [str(stage), str(ranks.shard_of(rank))] * shards
+        row += [f"{share.first_layer}-{share.end_layer - 1}", f"{parts[stage]:.0%}"]
+        row += [_gib(need.weights(share)), _gib(need.cache(share))]
+        row += [_gib(host.free_memory)] * several
+        row += [", ".join(map(str, cpus.cpus)) or "not pinned", str(cpus.threads)]
+        row += [_link(deployment, rank)] * several
+        table.add_row(*row)
+    return table
+
+
+def _cost_parts(deployment: Deployment) -> list[float]:
+    """By stage."""
+    costs = layer_costs(deployment.model.sizes)
+    stages = [
+        sum(costs.layers[share.first_layer : share.end_layer])
+        + costs.embedding * share.embeds
+        + costs.head * share.samples
+        for share in deployment.shares
+    ]
+    return [stage / sum(stages) for stage in stages]
+
+
+def _link(deployment: Deployment, rank: int) -> str:
+    here = deployment.hosts[rank]
+    there = deployment.hosts[(rank + 1) % len(deployment.hosts)]
+    if here == there:
+        return "same host"
+    link = deployment.cluster.links.get((here, there))
+    if link is None:
+        return "not measured"
+    return f"{link.latency_s * 1e3:.3g} ms, {link.bytes_per_s * 8 / 1e9:.3g} Gb/s"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.3g}"
