@@ -43,3 +43,9 @@ def test_other_weights_are_refused_naming_both_and_the_first_tensor_that_differs
         ada, with_weights(BOB, "b", x=b"1", y=b"1", z=b"1")
     )
     assert "ada has a tensor y, bob has none" in refusal(ada, with_weights(BOB, "b", x=b"1"))
+
+
+def test_hosts_of_one_name_are_told_apart_by_their_addresses() -> None:
+    here, there = replace(FOUR_CORES, address="10.0.0.1"), replace(FOUR_CORES, address="10.0.0.2")
+    words = refusal(with_weights(here, "a", x=b"1"), with_weights(there, "b", x=b"2"))
+    assert "hosts ada (10.0.0.1) and ada (10.0.0.2) have different weights" in words

@@ -163,3 +163,13 @@ def test_all_hosts_compute_in_one_dtype() -> None:
     poor = Cluster(hosts=(hosts[0], replace(hosts[1], native_kernels=False)))
     assert decide_on(unlike_hosts(), pipeline_parallel_size=2).dtype == "bfloat16"
     assert decide_on(poor, pipeline_parallel_size=2).dtype == "float32"
+
+
+def test_a_host_that_others_left_is_asked_for_the_memory_of_all() -> None:
+    left = Cluster(hosts=unlike_hosts().hosts[:1])
+    found = decide_on(left, pipeline_parallel_size=2)
+    assert found.hosts == (0, 0)
+    assert [share.num_layers for share in found.shares] == [16, 14]
+    small = Cluster(hosts=unlike_hosts(slow_free=300 << 20).hosts[:1])
+    with pytest.raises(StartError, match=r"ada has 0.293 GiB free and needs .* layers 0 to 29"):
+        decide_on(small, pipeline_parallel_size=2)

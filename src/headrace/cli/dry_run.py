@@ -1,6 +1,7 @@
 """`headrace serve --dry-run`: what would be started, and how."""
 
 import json
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -9,7 +10,7 @@ from headrace.config import EngineConfig
 from headrace.deployment.description import describe
 from headrace.deployment.machine import read_machine
 from headrace.deployment.model import read_model
-from headrace.deployment.plan_table import plan_table
+from headrace.deployment.plan_table import print_plan
 from headrace.deployment.resolve import resolve
 
 
@@ -23,8 +24,8 @@ def print_deployment(config: EngineConfig, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(decided, indent=2))
         return
+    print_plan(deployment, sys.stdout)
     console = Console(soft_wrap=True, highlight=False)
-    console.print(plan_table(deployment))
     del decided["ranks"]
     for name, value in decided.items():
         # What is None is not wanted, or turns out when it starts.

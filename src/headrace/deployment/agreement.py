@@ -16,14 +16,14 @@ def check_agreement(hosts: Sequence[HostFacts]) -> None:
     for other in others:
         if other.version != first.version:
             raise StartError(
-                f"host {other.name} has Headrace {other.version}, {first.name} {first.version}: "
+                f"host {other.label} has Headrace {other.version}, {first.label} {first.version}: "
                 "install the same on both"
             )
         if first.weights is None or other.weights is None:
             continue
         if other.weights.total != first.weights.total:
             raise StartError(
-                f"hosts {first.name} and {other.name} have different weights "
+                f"hosts {first.label} and {other.label} have different weights "
                 f"({first.weights.total[:8]} and {other.weights.total[:8]})"
                 f"{_where(first, other)}: copy the model from one to the other"
             )
@@ -38,5 +38,5 @@ def _where(first: HostFacts, other: HostFacts) -> str:
     for host, rival in ((first, other), (other, first)):
         assert host.weights is not None
         if name not in {tensor.name for tensor in host.weights.tensors}:
-            return f": {rival.name} has a tensor {name[:100]}, {host.name} has none"
+            return f": {rival.label} has a tensor {name[:100]}, {host.label} has none"
     return f": tensor {name[:100]} differs"

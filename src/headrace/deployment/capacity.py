@@ -1,5 +1,6 @@
 """What hosts can do, in the terms in which stages are placed on them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,10 +30,20 @@ class HostCapacity:
 
 @dataclass(frozen=True, kw_only=True)
 class HopSeconds:
-    """What a step's messages take between two different hosts, by their numbers; none: no time."""
+    """What a step's messages take between two different hosts, by their numbers. unmeasured: where
+    neither says anything."""
 
     activations: Mapping[tuple[int, int], float]
     feedback: Mapping[tuple[int, int], float]
+    unmeasured: float = 0.0
+
+    def onward(self, sender: int, receiver: int) -> float:
+        """Of activations."""
+        return self.activations.get((sender, receiver), self.unmeasured)
+
+    def back(self, last: int, first: int) -> float:
+        """Of feedback; none on one host."""
+        return 0.0 if last == first else self.feedback.get((last, first), self.unmeasured)
 
 
 def capacities(
@@ -46,7 +57,7 @@ def capacities(
     """
     seconds = _evened([_unit_seconds(host, dtype, element_size) for host in hosts], _ALIKE_HOSTS)
     return tuple(
-        HostCapacity(name=host.name, seconds=own, free=host.free_memory)
+        HostCapacity(name=host.label, seconds=own, free=host.free_memory)
         for host, own in zip(hosts, seconds, strict=True)
     )
 
@@ -56,7 +67,8 @@ def hop_seconds(
 ) -> HopSeconds:
     """Of links that were measured; those that differ by less than a quarter count as equal.
 
-    element_size: bytes of a number of the activations.
+    Where some were, a link that was not is one that nobody can use. element_size: bytes of a number
+    of the activations.
     """
 
     def seconds(row_bytes: int) -> dict[tuple[int, int], float]:
@@ -64,14 +76,16 @@ def hop_seconds(
         return dict(zip(links, _evened(taken, _ALIKE_LINKS), strict=True))
 
     return HopSeconds(
-        activations=seconds(hidden_size * element_size), feedback=seconds(_FEEDBACK_BYTES)
+        activations=seconds(hidden_size * element_size),
+        feedback=seconds(_FEEDBACK_BYTES),
+        unmeasured=math.inf if links else 0.0,
     )
 
 
 def _unit_seconds(host: HostFacts, dtype: str, element_size: int) -> float:
     rates = None if host.speed is None else host.speed.rates.get(dtype)
     if rates is None:
-        raise StartError(f"host {host.name} does not say how fast it is with {dtype} weights")
+        raise StartError(f"host {host.label} does not say how fast it is with {dtype} weights")
     return element_size / rates.read_bytes_per_s + 2 * _ROWS / rates.operations_per_s
 
 

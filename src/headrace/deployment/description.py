@@ -31,7 +31,7 @@ def describe(deployment: Deployment) -> dict[str, Any]:
                 "end_layer": share.end_layer,
                 "embeds": share.embeds,
                 "samples": share.samples,
-                "host": deployment.cluster.hosts[deployment.hosts[rank]].name,
+                "host": deployment.cluster.hosts[deployment.hosts[rank]].label,
                 "weight_bytes": deployment.need.weights(share),
                 "least_cache_bytes": deployment.need.cache(share),
                 "cores": cpus.cpus,

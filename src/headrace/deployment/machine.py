@@ -23,6 +23,11 @@ class Cluster:
     hosts: tuple[HostFacts, ...]
     links: Mapping[tuple[int, int], LinkFigures] = field(default_factory=dict)
 
+    @property
+    def alone(self) -> bool:
+        """Whether it is one host that never had others: nobody asked how fast it is."""
+        return len(self.hosts) == 1 and self.hosts[0].speed is None
+
 
 def read_machine() -> Cluster:
     """This machine alone, as it is now."""

@@ -198,7 +198,7 @@ def _best_order(grids: _Grids, hops: HopSeconds) -> tuple[int, ...] | None:
     def extend(order: tuple[int, ...], left: int, reached: NDArray[np.bool_], way: float) -> None:
         nonlocal best, best_s
         if not left:
-            way += hops.feedback.get((order[-1], order[0]), 0.0)
+            way += hops.back(order[-1], order[0])
             if best is None or way < best_s:
                 best, best_s = order, way
             return
@@ -206,7 +206,7 @@ def _best_order(grids: _Grids, hops: HopSeconds) -> tuple[int, ...] | None:
             rest = left & ~(1 << host)
             if rest == left:
                 continue
-            longer = way + (hops.activations.get((order[-1], host), 0.0) if order else 0.0)
+            longer = way + (hops.onward(order[-1], host) if order else 0.0)
             foreseen = longer + least_hop * rest.bit_count() + least_feedback * (count > 1)
             # Sums of the same numbers in another order differ in the last bits.
             if foreseen >= best_s * (1 - 1e-9):
@@ -249,8 +249,8 @@ def _swapped_order(grids: _Grids, hops: HopSeconds) -> tuple[int, ...]:
         return _least(grids.seconds_along(order), np.maximum)
 
     def way(order: tuple[int, ...]) -> float:
-        seconds = sum(hops.activations.get(ends, 0.0) for ends in pairwise(order))
-        return seconds + hops.feedback.get((order[-1], order[0]), 0.0)
+        seconds = sum(hops.onward(*ends) for ends in pairwise(order))
+        return seconds + hops.back(order[-1], order[0])
 
     order = tuple(range(len(grids.hosts)))
     order = _swapped(order, lambda order: (missing(order), slowest(order)))

@@ -1,9 +1,21 @@
 """Where everything goes, as a table for people: printed before anything is loaded."""
 
+from typing import TextIO
+
+from rich.console import Console
 from rich.table import Table
 
 from headrace.deployment.partition import layer_costs
 from headrace.deployment.resolve import Deployment
+
+# Columns of a file or a pipe, which has no width of its own: more than the table ever takes.
+_WIDE = 200
+
+
+def print_plan(deployment: Deployment, file: TextIO) -> None:
+    """The table, to a terminal or to what is no terminal."""
+    console = Console(file=file, highlight=False, width=None if file.isatty() else _WIDE)
+    console.print(plan_table(deployment))
 
 
 def plan_table(deployment: Deployment) -> Table:
@@ -27,7 +39,7 @@ def plan_table(deployment: Deployment) -> Table:
         stage = ranks.stage_of(rank)
         share = deployment.shares[stage]
         host = deployment.cluster.hosts[deployment.hosts[rank]]
-        row = [host.name] * several + [str(rank)]
+        row = [host.label] * several + [str(rank)]
         row += [str(stage), str(ranks.shard_of(rank))] * shards
         row += [f"{share.first_layer}-{share.end_layer - 1}", f"{parts[stage]:.0%}"]
         row += [_gib(need.weights(share)), _gib(need.cache(share))]

@@ -90,7 +90,7 @@ def resolve(config: EngineConfig, model: Model, cluster: Cluster) -> Deployment:
     cache = CacheLimit(
         bytes_per_stage=config.kv_cache_bytes, share_of_free=config.gpu_memory_utilization
     )
-    if model.synthetic is None and len(cluster.hosts) == 1:
+    if model.synthetic is None and cluster.alone:
         check_max_model_len(
             max_model_len,
             _bytes_per_position(config, model.sizes, dtype),
@@ -130,7 +130,7 @@ def _placement(
     if config.layer_partition is not None:
         layers = parse_layer_partition(config.layer_partition, sizes.num_layers, num_stages)
     costs = layer_costs(sizes)
-    if len(cluster.hosts) == 1:
+    if cluster.alone:
         return Placement((0,) * num_stages, tuple(layers or balanced_layers(num_stages, costs)))
     hosts = capacities(cluster.hosts, dtype, _ELEMENT_SIZES[dtype])
     if layers is not None:

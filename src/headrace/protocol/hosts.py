@@ -63,3 +63,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     native_kernels: bool
     speed: HostSpeed | None = None
     weights: WeightsDigest | None = None
+
+    @property
+    def label(self) -> str:
+        """What people call it: hosts of one name differ by their addresses."""
+        return f"{self.name} ({self.address})" if self.address else self.name
