@@ -22,11 +22,12 @@ def lines(cluster: Cluster) -> list[list[str]]:
 def test_of_several_hosts_it_tells_each_ranks_host_memory_and_link_to_the_next() -> None:
     heading, first, second = lines(unlike_hosts())
     assert heading == [
-        "host", "rank", "layers", "cost", "weights GiB", "cache GiB", "free GiB", "cores",
-        "threads", "link to next",
+        "host", "rank", "layers", "cost", "weights GiB", "cache GiB", "free GiB", "kernels",
+        "cores", "threads", "link to next",
     ]  # fmt: skip
     assert first == [
-        "ada", "0", "0-10", "34%", "0.125", "0.0645", "8", "0, 2, 4, 6", "4", "0.2 ms, 1 Gb/s",
+        "ada", "0", "0-10", "34%", "0.125", "0.0645", "8", "avx2", "0,2,4,6", "4",
+        "0.2 ms, 1 Gb/s",
     ]  # fmt: skip
     assert second[:4] == ["bob", "1", "11-29", "66%"]
     # Back to the first.

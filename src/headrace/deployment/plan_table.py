@@ -7,6 +7,7 @@ from rich.table import Table
 
 from headrace.deployment.partition import layer_costs
 from headrace.deployment.resolve import Deployment
+from headrace.host.cpus import cores_in_words
 
 # Columns of a file or a pipe, which has no width of its own: more than the table ever takes.
 _WIDE = 200
@@ -23,13 +24,13 @@ def plan_table(deployment: Deployment) -> Table:
 
     cost: the stage's part of a step's arithmetic. weights, cache: GiB, foretold from the model's
     sizes; the cache is that of one longest sequence, the least there must be, or what was asked
-    for. On several hosts also what is free there, and the link to the next stage's host, as far as
-    it was measured: one way, and back to the first stage from the last.
+    for. On several hosts also what is free there, the path that the kernels take, and the link to
+    the next stage's host, as far as it was measured: one way, from the last back to the first.
     """
     ranks, need = deployment.ranks, deployment.need
     several, shards = len(deployment.cluster.hosts) > 1, ranks.num_shards > 1
     headings = ["host"] * several + ["rank"] + ["stage", "shard"] * shards
-    headings += ["layers", "cost", "weights GiB", "cache GiB"] + ["free GiB"] * several
+    headings += ["layers", "cost", "weights GiB", "cache GiB"] + ["free GiB", "kernels"] * several
     headings += ["cores", "threads"] + ["link to next"] * several
     table = Table()
     for heading in headings:
@@ -43,8 +44,8 @@ def plan_table(deployment: Deployment) -> Table:
         row += [str(stage), str(ranks.shard_of(rank))] * shards
         row += [f"{share.first_layer}-{share.end_layer - 1}", f"{parts[stage]:.0%}"]
         row += [_gib(need.weights(share)), _gib(need.cache(share))]
-        row += [_gib(host.free_memory)] * several
-        row += [", ".join(map(str, cpus.cpus)) or "not pinned", str(cpus.threads)]
+        row += [_gib(host.free_memory), host.speed.kernels if host.speed else ""] * several
+        row += [cores_in_words(cpus.cpus) or "not pinned", str(cpus.threads)]
         row += [_link(deployment, rank)] * several
         table.add_row(*row)
     return table

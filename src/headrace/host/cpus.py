@@ -90,7 +90,7 @@ def parse_cpu_bind(text: str, num_stages: int, allowed: Collection[int]) -> list
     for cpu in itertools.chain(*itertools.chain(*parts)):
         if cpu not in allowed:
             raise UsageError(
-                f"--cpu-bind {text}: this process may not use core {cpu}, only {_as_list(allowed)}"
+                f"--cpu-bind {text}: this process may not use core {cpu}, only {cores_in_words(allowed)}"
             )
     return [sorted(set(itertools.chain(*part))) for part in parts]
 
@@ -107,8 +107,8 @@ def _ranges(text: str) -> list[range]:
     return ranges
 
 
-def _as_list(cpus: Collection[int]) -> str:
-    """The other way round."""
+def cores_in_words(cpus: Collection[int]) -> str:
+    """Cores as Linux lists them, such as 0-3,8."""
     parts: list[list[int]] = []
     for cpu in sorted(cpus):
         if parts and parts[-1][-1] == cpu - 1:
