@@ -90,7 +90,8 @@ def parse_cpu_bind(text: str, num_stages: int, allowed: Collection[int]) -> list
     for cpu in itertools.chain(*itertools.chain(*parts)):
         if cpu not in allowed:
             raise UsageError(
-                f"--cpu-bind {text}: this process may not use core {cpu}, only {cores_in_words(allowed)}"
+                f"--cpu-bind {text}: this process may not use core {cpu}, only "
+                f"{cores_in_words(allowed)}"
             )
     return [sorted(set(itertools.chain(*part))) for part in parts]
 
