@@ -2,6 +2,7 @@
 // and the compiler's flags for the instructions set by CMakeLists.txt.
 #ifdef HEADRACE_AMX
 #include "amx.hpp"
+#include "attention_amx.hpp"
 #endif
 #include "attention.hpp"
 #include "elementwise.hpp"
@@ -29,14 +30,17 @@ constexpr bool kMultipliesBfloat16 = true;
 void linear_any(const LinearArgs& args) {
   args.type == Type::kBfloat16 ? linear_by_tiles(args) : linear<float>(args);
 }
+void attention_any(const AttentionArgs& args) {
+  args.type == Type::kBfloat16 ? attention_by_tiles(args) : attention<float>(args);
+}
 #else
 constexpr bool kMultipliesBfloat16 = false;
 void linear_any(const LinearArgs& args) { HEADRACE_BY_TYPE(args.type, linear, args); }
+void attention_any(const AttentionArgs& args) { HEADRACE_BY_TYPE(args.type, attention, args); }
 #endif
 void rms_norm_any(const NormArgs& args) { HEADRACE_BY_TYPE(args.type, rms_norm, args); }
 void head_norm_any(const HeadNormArgs& args) { HEADRACE_BY_TYPE(args.type, head_norm, args); }
 void rotate_any(const RotateArgs& args) { HEADRACE_BY_TYPE(args.type, rotate_and_write, args); }
-void attention_any(const AttentionArgs& args) { HEADRACE_BY_TYPE(args.type, attention, args); }
 
 void gate_any(const GateArgs& args) { HEADRACE_BY_TYPE(args.type, gate, args); }
 void add_any(const AddArgs& args) { HEADRACE_BY_TYPE(args.type, add, args); }
