@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from headrace.pipeline.links import LinkError, Rendezvous, connect, disconnect
+from headrace.pipeline.group_link import Rendezvous, connect, disconnect
+from headrace.pipeline.links import LinkError
 from headrace.protocol.messages import LinkEmulation
 from headrace.protocol.ranks import Ranks
 from pipeline.link_scenarios import ALL, DEADLY, Die, Meet, Pause, Rank, Scenario, Wait

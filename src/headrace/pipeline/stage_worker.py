@@ -17,8 +17,9 @@ from headrace.execution.model_executor import cache_bytes_per_block
 from headrace.kernels.path import choose_path, path_name
 from headrace.pipeline.carry_out import carry_out
 from headrace.pipeline.effects import Effect
+from headrace.pipeline.group_link import Rendezvous, connect, disconnect
 from headrace.pipeline.ledger import Channel, Ledger
-from headrace.pipeline.links import Link, LinkError, Rendezvous, connect, disconnect
+from headrace.pipeline.links import Link, LinkError
 from headrace.pipeline.stage_loop import StageRole, stage_loop
 from headrace.pipeline.timeline import RankTimeline
 from headrace.pipeline.watch import answer_when_asked
