@@ -103,7 +103,7 @@ def main() -> int:
     if separator != 2:
         print("usage: two_hosts.py DELAY_MS -- HEADRACE_ARGUMENTS...", file=sys.stderr)
         return 2
-    arguments = [*sys.argv[3:], "--master-addr", MASTER_ADDRESS]
+    arguments = [*sys.argv[3:], "--link-backend", "gloo", "--master-addr", MASTER_ADDRESS]
     try:
         with TwoHosts(float(sys.argv[1])) as hosts:
             process = subprocess.Popen(hosts.command(_HEADRACE, *arguments), env=hosts.environment)

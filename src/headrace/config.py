@@ -89,6 +89,12 @@ class EngineConfig:
         int | None,
         Setting("Groups of sequences that take turns; auto: as many as pay.", least=1, none="auto"),
     ] = None
+    link_backend: Annotated[
+        Literal["auto", "local", "gloo"],
+        Setting(
+            "What carries tensors: local, within one host; gloo, of torch.distributed; auto: local."
+        ),
+    ] = "auto"
     link_latency_ms: Annotated[
         float,
         Setting("Emulate links that take so long for a message, one way.", least=0, most=60_000),
@@ -114,7 +120,7 @@ class EngineConfig:
         int,
         Setting("Base of the random numbers of requests without a seed.", least=0, most=MAX_SEED),
     ] = 0
-    master_addr: Annotated[str, Setting("Address where stages meet.")] = "127.0.0.1"
+    master_addr: Annotated[str, Setting("Address where stages meet, with gloo.")] = "127.0.0.1"
     master_port: Annotated[int, Setting("Its port; 0 picks a free one.", least=0, most=65535)] = 0
     stall_timeout: Annotated[
         float,

@@ -81,6 +81,7 @@ def rank_config(checkpoint: Path, stage: int) -> RankConfig:
         blocking_feedback=False,
         start_timeout=60.0,
         link_timeout=60.0,
+        link_backend="local",
         link_emulation=None,
         master_addr="127.0.0.1",
         master_port=0,

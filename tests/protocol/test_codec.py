@@ -9,6 +9,7 @@ from headrace.errors import UsageError
 from headrace.protocol import codec
 from headrace.protocol.messages import (
     Activity,
+    EdgeAddress,
     Failure,
     Loaded,
     Loading,
@@ -101,7 +102,7 @@ def test_an_activity_of_no_known_kind_is_refused() -> None:
         Result(0, 3, [[5]], [RowLogprobs(0, TokenLogprobs([5, 9], [-0.5, -0.1], 2), [])]),
         Report(0, 3, 1, 1.0, 2.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.5, [(3, 1.25)], 7),
         Failure(1, "ModelError", "why", 2, "trace"),
-        Loaded(0, 1, 2, "avx2", None),
+        Loaded(0, 1, 2, "avx2", None, [EdgeAddress("feedback", 1, 0, "/tmp/x", "ab")]),
         Timeline(1, 9.5, [Activity("forward", 3, 0, 3, 9.0, None)]),
         Loading(0, "weights", 0.5),
         Ready(0),

@@ -47,6 +47,7 @@ def overlap(
             "max_num_batched_tokens",
             "kv_cache_memory",
             "num_microbatches",
+            "link_backend",
             "link_latency_ms",
             "link_bandwidth_mbps",
             "seed",

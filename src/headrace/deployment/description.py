@@ -9,7 +9,8 @@ def describe(deployment: Deployment) -> dict[str, Any]:
     """Every decision, as JSON has it. Sizes are in bytes, times in seconds.
 
     None: of a cache's bytes, that they follow from the memory that is free once the weights are
-    loaded; of the rendezvous, that nobody has to meet; of its port, that a free one is picked.
+    loaded; of the links, that there are none; of the rendezvous, that they need none; of its
+    port, that a free one is picked.
     """
     config, ranks = deployment.config, deployment.ranks
     emulation = config.link_emulation
@@ -59,8 +60,9 @@ def describe(deployment: Deployment) -> dict[str, Any]:
             "stall": deployment.stall_timeout,
             "link": deployment.link_timeout,
         },
+        "link_backend": None if ranks.count == 1 else deployment.link_backend,
         "rendezvous": None
-        if ranks.count == 1
+        if ranks.count == 1 or deployment.link_backend != "gloo"
         else {"address": config.master_addr, "port": config.master_port or None},
         "link_emulation": None
         if emulation is None

@@ -24,7 +24,7 @@ from headrace.deployment.stage_memory import MemoryNeed, memory_need
 from headrace.engine.microbatch_count import MOST_MICROBATCHES, window_of
 from headrace.errors import UsageError
 from headrace.host.cpus import StageCpus, stage_cpus
-from headrace.protocol.messages import LinkEmulation
+from headrace.protocol.messages import LinkBackend, LinkEmulation
 from headrace.protocol.model_config import ModelSizes, StageShare
 from headrace.protocol.ranks import Ranks
 
@@ -44,9 +44,10 @@ class Deployment:
     cache, by its torch name. max_model_len: positions of the longest sequence. max_num_seqs: slots,
     on every stage. num_microbatches, window: at the start; most_microbatches, most_window: that
     there may ever be (window: steps that are planned beyond the newest result). cache: what bounds
-    it; how many blocks that is turns out once the weights are loaded. start_timeout, link_timeout,
-    stall_timeout: seconds for the stages to meet, for a message over a link, and in which nothing
-    comes back from the stages, and none computes.
+    it; how many blocks that is turns out once the weights are loaded. link_backend: what carries
+    tensors between ranks. start_timeout, link_timeout, stall_timeout: seconds for the stages to
+    meet, for a message over a link, and in which nothing comes back from the stages, and none
+    computes.
     """
 
     config: EngineConfig
@@ -65,6 +66,7 @@ class Deployment:
     window: int
     most_window: int
     cache: CacheLimit
+    link_backend: LinkBackend
     start_timeout: float
     link_timeout: float
     stall_timeout: float
@@ -116,6 +118,7 @@ def resolve(config: EngineConfig, model: Model, cluster: Cluster) -> Deployment:
         window=window_of(microbatches, ranks.num_stages),
         most_window=window_of(most_microbatches, ranks.num_stages),
         cache=cache,
+        link_backend="local" if config.link_backend == "auto" else config.link_backend,
         start_timeout=max(_START_TIMEOUT, config.stall_timeout),
         link_timeout=_link_timeout(config),
         stall_timeout=_stall_timeout(config, model.sizes),

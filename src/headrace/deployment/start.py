@@ -142,6 +142,7 @@ def rank_config(
         blocking_feedback=config.token_feedback == "blocking",
         start_timeout=deployment.start_timeout,
         link_timeout=deployment.link_timeout,
+        link_backend=deployment.link_backend,
         link_emulation=config.link_emulation,
         master_addr=config.master_addr,
         master_port=master_port,
@@ -151,9 +152,10 @@ def rank_config(
 
 def _start_ranks(deployment: Deployment, epoch: int) -> RankProcesses:
     config = deployment.config
-    if deployment.ranks.count == 1:
-        # Nobody to meet: no address is needed.
-        return RankProcesses([rank_config(deployment, 0, epoch)], list(deployment.cpus))
+    ranks = range(deployment.ranks.count)
+    if len(ranks) == 1 or deployment.link_backend != "gloo":
+        configs = [rank_config(deployment, rank, epoch) for rank in ranks]
+        return RankProcesses(configs, list(deployment.cpus))
     with bind_master(config.master_addr, config.master_port) as master:
         port, store_fd = master.getsockname()[1], master.fileno()
         configs = [
@@ -164,7 +166,7 @@ def _start_ranks(deployment: Deployment, epoch: int) -> RankProcesses:
                 master_port=port,
                 store_fd=store_fd if rank == 0 else None,
             )
-            for rank in range(deployment.ranks.count)
+            for rank in ranks
         ]
         return RankProcesses(configs, list(deployment.cpus))
 

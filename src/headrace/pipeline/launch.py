@@ -26,6 +26,7 @@ from headrace.pipeline.watch import ask, connect_watch
 from headrace.protocol import codec
 from headrace.protocol.messages import (
     CacheConfig,
+    EdgeAddress,
     Failure,
     FromRank,
     Loaded,
@@ -81,6 +82,8 @@ class RankProcesses:
         self._poller.register(self._wake.fileno(), zmq.POLLIN)
         self._woken = False
         self._processes: list[_Rank] = []
+        # Where ranks wait for those that send to them.
+        self._listening: list[EdgeAddress] = []
         self._epoch, self._ranks = configs[0].epoch, configs[0].ranks
         _started.add(self)
         try:
@@ -95,7 +98,9 @@ class RankProcesses:
     ) -> list[Loaded]:
         """Until every stage holds its weights. check: called once a second or more often, may
         raise. Raises StartError or what a stage reports."""
-        return self._wait_for(Loaded, on_progress, check)
+        loaded = self._wait_for(Loaded, on_progress, check)
+        self._listening = [address for rank in loaded for address in rank.listening]
+        return loaded
 
     def reserve_cache(self, bytes_per_block: list[int], choose: Callable[[int], int]) -> int:
         """The number of blocks that choose gives, which other engines then know of.
@@ -120,7 +125,9 @@ class RankProcesses:
         check: Callable[[], None],
     ) -> None:
         """Have every stage allocate its cache and meet the others."""
-        self._send_all(CacheConfig(num_blocks))
+        for rank in self._processes:
+            peers = [edge for edge in self._listening if edge.source == rank.number]
+            rank.socket.send(codec.encode(CacheConfig(num_blocks, peers)))
         self._wait_for(Ready, on_progress, check)
 
     def send(self, plan: Plan) -> None:
@@ -230,7 +237,8 @@ class RankProcesses:
         self._poller.register(endpoint, zmq.POLLIN)
         log = self._folder.path / f"rank-{config.rank}.log"
         environment = dict(os.environ)
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if config.link_backend == "gloo":
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         inherited = [] if config.store_fd is None else [config.store_fd]
         with log.open("wb") as output:
             process = start_process(

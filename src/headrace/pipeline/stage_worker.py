@@ -5,21 +5,21 @@ import os
 import time
 import traceback
 from collections.abc import Generator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import zmq
 
 from headrace.errors import HeadraceError, PipelineError
-from headrace.execution.executor import Executor
 from headrace.execution.load import load_model, stage_executor
 from headrace.execution.model_executor import cache_bytes_per_block
 from headrace.kernels.path import choose_path, path_name
 from headrace.pipeline.carry_out import carry_out
 from headrace.pipeline.effects import Effect
-from headrace.pipeline.group_link import Rendezvous, connect, disconnect
 from headrace.pipeline.ledger import Channel, Ledger
 from headrace.pipeline.links import Link, LinkError
+from headrace.pipeline.rendezvous import Meeting
 from headrace.pipeline.stage_loop import StageRole, stage_loop
 from headrace.pipeline.timeline import RankTimeline
 from headrace.pipeline.watch import answer_when_asked
@@ -96,20 +96,28 @@ def drive(
 
 
 def run_stage(
-    config: RankConfig, control: ControlSocket, timeline: RankTimeline, cpus: set[int]
+    config: RankConfig,
+    control: ControlSocket,
+    timeline: RankTimeline,
+    folder: Path,
+    cpus: set[int],
 ) -> None:
-    """Load, meet the other stages, run the loop to its end on these cores."""
+    """Load, meet the other stages, run the loop to its end on these cores. folder: the engine's."""
     device = torch.device("cpu")
-    executor = _executor(config, control, device)
-    rendezvous = Rendezvous(config.master_addr, config.master_port, config.store_fd)
-    links = connect(
-        rendezvous,
-        config.rank,
-        config.ranks,
-        device,
-        config.start_timeout,
-        config.link_emulation,
+    note = choose_path()
+    model = load_model(
+        config, device, lambda done: control.send(Loading(config.rank, "weights", done))
     )
+    # A synthetic stage keeps nothing in its cache.
+    weights, block = 0, 1
+    if model is not None:
+        weights = model.weights.nbytes
+        block = cache_bytes_per_block(config.program, config.block_size, model.dtype)
+    meeting = Meeting(config, folder)
+    control.send(Loaded(config.rank, weights, block, path_name(), note, meeting.listening))
+    cache = _receive_cache_config(control)
+    executor = stage_executor(config, model, cache.num_blocks, device)
+    links = meeting.connect(cache.peers, device)
     control.send(Ready(config.rank))
     role = StageRole(
         rank=config.rank,
@@ -131,22 +139,7 @@ def run_stage(
             timeline,
             config.link_timeout,
         )
-    disconnect()
-
-
-def _executor(config: RankConfig, control: ControlSocket, device: torch.device) -> Executor:
-    """What computes this stage's steps, with its weights and its cache."""
-    note = choose_path()
-    model = load_model(
-        config, device, lambda done: control.send(Loading(config.rank, "weights", done))
-    )
-    # A synthetic stage keeps nothing in its cache.
-    weights, block = 0, 1
-    if model is not None:
-        weights = model.weights.nbytes
-        block = cache_bytes_per_block(config.program, config.block_size, model.dtype)
-    control.send(Loaded(config.rank, weights, block, path_name(), note))
-    return stage_executor(config, model, _receive_cache_config(control).num_blocks, device)
+    meeting.close()
 
 
 def _receive_cache_config(control: ControlSocket) -> CacheConfig:
@@ -159,8 +152,10 @@ def _receive_cache_config(control: ControlSocket) -> CacheConfig:
 def run(control_address: str, watch_address: str, cpus: set[int]) -> int:
     """Run one stage, controlled and watched over two sockets; 0 only after an ordered stop.
 
-    cpus: where this thread computes, once all other threads are there.
+    The sockets lie in the engine's folder. cpus: where this thread computes, once all other threads
+    are there.
     """
+    folder = Path(control_address.removeprefix("ipc://")).parent
     context = zmq.Context()
     control = ControlSocket(control_address, context)
     config = control.receive()
@@ -168,7 +163,7 @@ def run(control_address: str, watch_address: str, cpus: set[int]) -> int:
     timeline = RankTimeline(config.epoch, config.rank)
     answer_when_asked(context, watch_address, timeline)
     try:
-        run_stage(config, control, timeline, cpus)
+        run_stage(config, control, timeline, folder, cpus)
     except Exception as error:
         expected = isinstance(error, HeadraceError | LinkError)
         message = str(error) if expected else f"internal error: {type(error).__name__}: {error}"

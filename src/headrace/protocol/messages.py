@@ -25,15 +25,20 @@ class SyntheticTime(msgspec.Struct, array_like=True, frozen=True):
     per_row_s: float
 
 
+# What carries tensors from rank to rank: links of Headrace's own on one host, or torch.distributed.
+LinkBackend = Literal["local", "gloo"]
+
+
 class RankConfig(msgspec.Struct, tag="rank_config", array_like=True, frozen=True, kw_only=True):
     """First message to a stage: which part of which model it runs and how.
 
     rank: which of the ranks it is. share: for people; the program says what to run. model_path and
     model_kind say where the weights are; dtype is the name of a torch dtype.
     synthetic: run no model, only take this time. window: the most steps that the engine may plan
-    beyond the newest result. master_addr and master_port are the rendezvous store's; store_fd is
-    its listening socket, inherited by the first stage alone. start_timeout and link_timeout, in
-    seconds, bound the wait for the others to come, and for one of their messages.
+    beyond the newest result. master_addr and master_port are those of torch.distributed's store, if
+    it carries tensors; store_fd is its listening socket, inherited by the first stage alone.
+    start_timeout and link_timeout, in seconds, bound the wait for the others to come, and for one
+    of their messages.
     """
 
     epoch: int
@@ -52,6 +57,7 @@ class RankConfig(msgspec.Struct, tag="rank_config", array_like=True, frozen=True
     blocking_feedback: bool
     start_timeout: float
     link_timeout: float
+    link_backend: LinkBackend
     link_emulation: LinkEmulation | None
     master_addr: str
     master_port: int
@@ -63,10 +69,28 @@ class RankConfig(msgspec.Struct, tag="rank_config", array_like=True, frozen=True
         return self.ranks.stage_of(self.rank)
 
 
+class EdgeAddress(msgspec.Struct, array_like=True, frozen=True):
+    """Where the rank at the end of an edge listens for the one at its beginning.
+
+    tensors, source, target: the edge, what it carries from which rank to which. address: a path on
+    one host. token: what the one who connects must show.
+    """
+
+    tensors: str
+    source: int
+    target: int
+    address: str
+    token: str
+
+
 class CacheConfig(msgspec.Struct, tag="cache_config", array_like=True, frozen=True):
-    """Second message to a stage: how many KV-cache blocks it allocates."""
+    """Second message to a rank: how many KV-cache blocks it allocates, and whom it sends to.
+
+    peers: where the edges that go out from it end, with links of Headrace's own.
+    """
 
     num_blocks: int
+    peers: list[EdgeAddress]
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
@@ -87,6 +111,7 @@ class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
     """A stage holds its weights and says what they and a cache block take, in bytes.
 
     kernels: the path that its kernels take. note: what the user should know about it, or None.
+    listening: where it waits for those that send to it, with links of Headrace's own.
     """
 
     rank: int
@@ -94,6 +119,7 @@ class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
     cache_bytes_per_block: int
     kernels: str
     note: str | None
+    listening: list[EdgeAddress]
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
