@@ -56,6 +56,7 @@ def test_stages_on_two_hosts_give_the_tokens_of_one_stage_on_one(
         "model": model,
         "dtype": "float32",
         "pipeline_parallel_size": 2,
+        "link_backend": "gloo",
         "master_addr": MASTER_ADDRESS,
         # Several turns under way at once on the line.
         "num_microbatches": 3,

@@ -174,6 +174,42 @@ def buffers_are_the_stages_own_before_and_after(rank: Rank) -> Scenario:
     assert all((buffer == -7).all() for buffer in marks.values())
 
 
+def messages_of_any_size_arrive_whole(rank: Rank) -> Scenario:
+    """From 4 bytes to 64 MiB, of another order than the sizes of what came before."""
+    sizes = [1, 1 << 24, 3, 1 << 18, 1 << 24, 1000]
+    for size in sizes:
+        expected = torch.arange(size, dtype=torch.int32)
+        buffers = [torch.zeros(size, dtype=torch.int32, device=rank.device) for _ in rank.links]
+        receives = [
+            (link.receive(buffer), buffer)
+            for buffer, (_, link) in zip(buffers, rank.incoming(), strict=False)
+        ]
+        sends = [link.send(expected.to(rank.device)) for _, link in rank.outgoing()]
+        for receive, buffer in receives:
+            yield Wait(receive)
+            assert torch.equal(buffer.cpu(), expected)
+        for send in sends:
+            yield Wait(send)
+
+
+def a_thousand_messages_wait_for_their_receives(rank: Rank) -> Scenario:
+    """More than any socket takes: no send blocks all the same, and order is kept."""
+    count = 1000
+    numbers = [rank.filled(number, SMALL) for number in range(count)]
+    sends = [link.send(tensor) for _, link in rank.outgoing() for tensor in numbers]
+    yield Meet()
+    received = [
+        [(link.receive(buffer), buffer) for buffer in (rank.filled(-1, SMALL) for _ in numbers)]
+        for _, link in rank.incoming()
+    ]
+    for send in sends:
+        yield Wait(send)
+    for of_edge in received:
+        for (receive, buffer), expected in zip(of_edge, numbers, strict=True):
+            yield Wait(receive)
+            assert torch.equal(buffer, expected)
+
+
 def a_moment_is_the_transfers_own_however_late_it_is_looked_at(rank: Rank) -> Scenario:
     receives = []
     for _, link in rank.incoming():
@@ -293,6 +329,8 @@ PROMISES: dict[str, Callable[[Rank], Scenario]] = {
             posting_all_receives_first_does_not_block,
             posting_all_sends_first_does_not_block,
             buffers_are_the_stages_own_before_and_after,
+            messages_of_any_size_arrive_whole,
+            a_thousand_messages_wait_for_their_receives,
             a_moment_is_the_transfers_own_however_late_it_is_looked_at,
         )
     },
@@ -364,9 +402,36 @@ def a_dying_peer_is_an_error_at_once(rank: Rank) -> Scenario:
     yield from _fails(lambda: back.send(rank.filled(0, SMALL)), rank.buffers_sends)
 
 
+def a_peer_that_dies_in_the_middle_leaves_whole_messages_or_an_error(rank: Rank) -> Scenario:
+    """Rank 0 vanishes while large messages are under way."""
+    there, _ = _both_ways(rank)
+    count, size = 8, 8 * LARGE
+    if rank.number == 0:
+        yield Meet()
+        for number in range(count):
+            there.send(rank.filled(number, size))
+        yield Die()
+    buffers = [rank.filled(-1, size) for _ in range(count + 1)]
+    receives = [(there.receive(buffer), buffer) for buffer in buffers]
+    yield Meet()
+    errors = []
+    for number, (receive, buffer) in enumerate(receives):
+        errors.append((yield from _error_of(receive)))
+        if errors[-1] is None:
+            assert errors == [None] * (number + 1), "a link came back"
+            assert (buffer == number).all()
+    # One more was received than was ever sent.
+    assert errors[-1] == "waiting for activations from stage 0: the link is gone"
+    yield from _fails(lambda: there.receive(rank.filled(0, SMALL)))
+
+
 DEADLY: dict[str, Callable[[Rank], Scenario]] = {
     scenario.__name__: scenario
-    for scenario in (a_silent_peer_is_an_error_by_the_deadline, a_dying_peer_is_an_error_at_once)
+    for scenario in (
+        a_silent_peer_is_an_error_by_the_deadline,
+        a_dying_peer_is_an_error_at_once,
+        a_peer_that_dies_in_the_middle_leaves_whole_messages_or_an_error,
+    )
 }
 ALL = {**PROMISES, **SLOW_LINE, **DEADLY, "waiting_costs_no_cpu": waiting_costs_no_cpu}
 

@@ -11,23 +11,27 @@ import multiprocessing
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
-from headrace.pipeline.group_link import Rendezvous, connect, disconnect
+from headrace.pipeline.group_link import Rendezvous
 from headrace.pipeline.links import LinkError
-from headrace.protocol.messages import LinkEmulation
+from headrace.pipeline.rendezvous import Meeting
+from headrace.protocol.messages import EdgeAddress, LinkEmulation
 from headrace.protocol.ranks import Ranks
 from pipeline.link_scenarios import ALL, DEADLY, Die, Meet, Pause, Rank, Scenario, Wait
 
-_DEVICES = {"gloo": "cpu", "nccl": "cuda", "xccl": "xpu"}
+_DEVICES = {"local": "cpu", "gloo": "cpu", "nccl": "cuda", "xccl": "xpu"}
 # Seconds for one world, all its scenarios together; then each rank says where it hangs.
 _PATIENCE = 60.0
 
@@ -63,6 +67,7 @@ def rank_main(
     number: int,
     port: int,
     store_fd: int,
+    folder: Path,
     barrier: Barrier,
     out: Connection,
 ) -> None:
@@ -77,9 +82,24 @@ def rank_main(
         if module.device_count() < request["world"]:
             share_one_device(number)
     emulation = request["emulation"] and LinkEmulation(*request["emulation"])
-    meeting = Rendezvous("127.0.0.1", port, store_fd if number == 0 else None)
-    links = connect(meeting, number, Ranks(request["world"]), device, 60.0, emulation)
-    rank = Rank(number, links, device, time.monotonic, emulation or LinkEmulation(), kind != "cpu")
+    ranks = Ranks(request["world"])
+    own = request["backend"] == "local"
+    meeting = Meeting(number, ranks, "local" if own else "gloo", folder, emulation)
+    # As the engine does, which passes on where ranks listen.
+    (folder / f"listening-{number}").write_bytes(msgspec.json.encode(meeting.listening))
+    barrier.wait()
+    listening_at = [
+        address
+        for peer in range(ranks.count)
+        for address in msgspec.json.decode(
+            (folder / f"listening-{peer}").read_bytes(), type=list[EdgeAddress]
+        )
+    ]
+    store = Rendezvous("127.0.0.1", port, store_fd if number == 0 else None)
+    peers = [address for address in listening_at if address.source == number]
+    links = meeting.connect(peers, store, device, 60.0)
+    buffers_sends = own or kind != "cpu"
+    rank = Rank(number, links, device, time.monotonic, emulation or LinkEmulation(), buffers_sends)
     addresses = listening() if kind == "cpu" else []
     outcomes: dict[str, str | None] = {}
     for name in request["scenarios"]:
@@ -96,7 +116,7 @@ def rank_main(
             break
     out.send({"outcomes": outcomes, "listening": addresses})
     if not DEADLY.keys() & outcomes.keys() and not any(outcomes.values()):
-        disconnect()
+        meeting.close()
     os._exit(0)
 
 
@@ -120,28 +140,34 @@ def listening() -> list[str]:
 def run_world(request: dict[str, Any]) -> list[dict[str, Any] | None]:
     barrier = _FORK.Barrier(request["world"])
     pipes = [_FORK.Pipe(duplex=False) for _ in range(request["world"])]
-    with socket.create_server(("127.0.0.1", 0)) as master:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as master,
+        tempfile.TemporaryDirectory(prefix="hr-") as folder,
+    ):
         ranks = [
             _FORK.Process(
                 target=rank_main,
-                args=(request, number, master.getsockname()[1], master.fileno(), barrier, out),
+                args=(
+                    *(request, number, master.getsockname()[1], master.fileno()),
+                    *(Path(folder), barrier, out),
+                ),
             )
             for number, (_, out) in enumerate(pipes)
         ]
         for process in ranks:
             process.start()
-    answers: list[dict[str, Any] | None] = []
-    try:
-        for process, (answer, out) in zip(ranks, pipes, strict=True):
-            out.close()
-            answers.append(answer.recv() if _says_something(process, answer) else None)
-            answer.close()
-    finally:
-        for process in ranks:
-            process.join(5)
-            process.kill()
-            process.join()
-    return answers
+        answers: list[dict[str, Any] | None] = []
+        try:
+            for process, (answer, out) in zip(ranks, pipes, strict=True):
+                out.close()
+                answers.append(answer.recv() if _says_something(process, answer) else None)
+                answer.close()
+        finally:
+            for process in ranks:
+                process.join(5)
+                process.kill()
+                process.join()
+        return answers
 
 
 def _says_something(process: multiprocessing.process.BaseProcess, answer: Connection) -> bool:

@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -39,6 +39,8 @@ _TAKEN = struct.Struct("=Q")
 # The receiver says so after so many messages, or so much of the memory.
 _TELL_EACH = 8
 _TELL_SHARE = 4
+# Seconds that a receiver has for what it was not told of when the sender leaves.
+_LINGER_S = 5.0
 _DESCRIPTOR_ROOM = socket.CMSG_SPACE(array.array("i", [0]).itemsize)
 # poll() takes milliseconds as a C int.
 _LONGEST_MS = 2**31 - 1
@@ -46,28 +48,10 @@ _LONGEST_MS = 2**31 - 1
 
 @dataclass(frozen=True)
 class _Sent:
-    """A message of which the receiver was told."""
+    """A message that was copied."""
 
     def wait(self, timeout_s: float) -> None:
         """At once."""
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A message whose packet waits for room in the socket."""
-
-    link: "SendingLink"
-    packet: bytes
-    segment: Segment | None
-    sent: threading.Event = field(default_factory=threading.Event)
-
-    def wait(self, timeout_s: float) -> None:
-        """Until the receiver was told."""
-        if not self.sent.wait(timeout_s):
-            self.link.give_up()
-            self.link.end.late(timeout_s)
-        if self.link.error is not None:
-            self.link.end.gone(self.link.error)
 
 
 class _LocalLink:
@@ -89,7 +73,7 @@ class _LocalLink:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Leave the edge. What was sent is still received."""
+        """Leave the edge. What was sent can still be received."""
         self.error = self.error or ConnectionAbortedError("this end was closed")
         self._socket.close()
 
@@ -104,7 +88,9 @@ class SendingLink(_LocalLink):
         self._memory = MessageMemory()
         # What the receiver is still to be given a descriptor of.
         self._new: Segment | None = self._memory.segment
-        self._held: deque[_Held] = deque()
+        # Packets that wait for room in the socket, and the thread that has an eye on it.
+        self._held: deque[tuple[bytes, Segment | None]] = deque()
+        self._holder: threading.Thread | None = None
         self._lock = threading.Lock()
 
     def send(self, tensor: torch.Tensor) -> Handle:
@@ -116,23 +102,22 @@ class SendingLink(_LocalLink):
             packet = _PACKET.pack(offset, tensor.nbytes, time.monotonic())
             segment, self._new = self._new, None
             with self._lock:
-                if not self._held:
-                    try:
-                        self._tell(packet, segment)
-                    except BlockingIOError:
-                        threading.Thread(target=self._tell_held, daemon=True).start()
-                    else:
-                        return self._SENT
-                held = _Held(self, packet, segment)
-                self._held.append(held)
-                return held
+                if self._held or not self._tell(packet, segment):
+                    self._hold(packet, segment)
         except OSError as error:
             self.give_up(error)
             self.end.gone(error)
+        return self._SENT
 
     def receive(self, buffer: torch.Tensor, watched: bool = True) -> Handle:
         """Not on this end."""
         raise AssertionError(f"{self.end}: nothing comes in on this edge")
+
+    def close(self) -> None:
+        """As above, once the receiver was told of every message, or does not ask for them."""
+        if self._holder is not None:
+            self._holder.join(_LINGER_S)
+        super().close()
 
     def _place(self, tensor: torch.Tensor) -> int:
         if self._memory.count >= _TELL_EACH:
@@ -158,31 +143,37 @@ class SendingLink(_LocalLink):
                 raise ConnectionResetError("the peer closed it")
             self._memory.taken(*_TAKEN.unpack(said))
 
-    def _tell(self, packet: bytes, segment: Segment | None) -> None:
-        if segment is None:
-            self._socket.send(packet)
-        else:
-            socket.send_fds(self._socket, [packet], [segment.descriptor])
+    def _tell(self, packet: bytes, segment: Segment | None) -> bool:
+        """Whether there was room."""
+        try:
+            if segment is None:
+                self._socket.send(packet)
+            else:
+                socket.send_fds(self._socket, [packet], [segment.descriptor])
+        except BlockingIOError:
+            return False
+        return True
+
+    def _hold(self, packet: bytes, segment: Segment | None) -> None:
+        if not self._held:
+            self._holder = threading.Thread(target=self._tell_held, daemon=True)
+            self._holder.start()
+        self._held.append((packet, segment))
 
     def _tell_held(self) -> None:
         """In a thread, until none is held."""
         room = select.poll()
         room.register(self._socket, select.POLLOUT)
-        while True:
+        held = self._held
+        while held:
             room.poll()
             with self._lock:
                 try:
-                    while self._held:
-                        self._tell(self._held[0].packet, self._held[0].segment)
-                        self._held.popleft().sent.set()
-                    return
-                except BlockingIOError:
-                    continue
+                    while held and self._tell(*held[0]):
+                        held.popleft()
                 except OSError as error:
                     self.give_up(error)
-                    for held in self._held:
-                        held.sent.set()
-                    return
+                    held.clear()
 
 
 @dataclass(eq=False, slots=True)

@@ -16,7 +16,8 @@ from headrace.pipeline.ledger import Channel
 from headrace.pipeline.links import End, Link, SlowLine, edges
 from headrace.pipeline.local_door import LocalDoor, knock
 from headrace.pipeline.local_link import ReceivingLink, SendingLink
-from headrace.protocol.messages import EdgeAddress, RankConfig
+from headrace.protocol.messages import EdgeAddress, LinkBackend, LinkEmulation
+from headrace.protocol.ranks import Ranks
 
 
 class Meeting:
@@ -25,12 +26,20 @@ class Meeting:
     listening: where others find the edges that come in. Raises StartError if that cannot be.
     """
 
-    def __init__(self, config: RankConfig, folder: Path) -> None:
-        """folder: the engine's, on this host."""
-        self._config = config
+    def __init__(
+        self,
+        rank: int,
+        ranks: Ranks,
+        backend: LinkBackend,
+        folder: Path,
+        emulation: LinkEmulation | None,
+    ) -> None:
+        """folder: the engine's, on this host. emulation: make the edges slower than they are."""
+        self._rank, self._ranks, self._backend = rank, ranks, backend
+        self._emulation = emulation
         self._doors: dict[Channel, LocalDoor] = {}
         self._own: list[SendingLink | ReceivingLink] = []
-        if config.link_backend == "local":
+        if backend == "local":
             for end in self._ends():
                 if end.incoming:
                     self._doors[end.channel] = LocalDoor(end, folder)
@@ -40,22 +49,22 @@ class Meeting:
         """Where this rank listens, an entry an edge."""
         return [EdgeAddress(*edge, door.address, door.token) for edge, door in self._doors.items()]
 
-    def connect(self, peers: list[EdgeAddress], device: torch.device) -> dict[Channel, Link]:
+    def connect(
+        self,
+        peers: list[EdgeAddress],
+        store: group_link.Rendezvous,
+        device: torch.device,
+        timeout_s: float,
+    ) -> dict[Channel, Link]:
         """This rank's ends of all its edges.
 
-        peers: where the edges that go out end. Raises StartError if another rank does not come.
+        peers: where the edges that go out end. store: for torch.distributed. Raises StartError if
+        another rank does not come within timeout_s.
         """
-        config = self._config
-        if config.link_backend == "local":
-            return self._connect_local(peers)
-        meeting = group_link.Rendezvous(config.master_addr, config.master_port, config.store_fd)
+        if self._backend == "local":
+            return self._connect_local(peers, timeout_s)
         return group_link.connect(
-            meeting,
-            config.rank,
-            config.ranks,
-            device,
-            config.start_timeout,
-            config.link_emulation,
+            store, self._rank, self._ranks, device, timeout_s, self._emulation
         )
 
     def close(self) -> None:
@@ -64,28 +73,27 @@ class Meeting:
             door.close()
         for link in self._own:
             link.close()
-        if self._config.link_backend == "gloo":
+        if self._backend == "gloo":
             group_link.disconnect()
 
-    def _connect_local(self, peers: list[EdgeAddress]) -> dict[Channel, Link]:
-        config = self._config
+    def _connect_local(self, peers: list[EdgeAddress], timeout_s: float) -> dict[Channel, Link]:
         at = {(peer.tensors, peer.source, peer.target): peer for peer in peers}
         links: dict[Channel, Link] = {}
         # Doors let their peers in meanwhile.
         for end in sorted(self._ends(), key=lambda end: end.incoming):
             link: SendingLink | ReceivingLink
             if end.incoming:
-                line = None if config.link_emulation is None else SlowLine(config.link_emulation)
-                paired = self._doors[end.channel].wait_for_peer(config.start_timeout)
+                line = None if self._emulation is None else SlowLine(self._emulation)
+                paired = self._doors[end.channel].wait_for_peer(timeout_s)
                 link = ReceivingLink(end, paired, line)
             else:
                 peer = at[end.channel]
-                paired = knock(end, peer.address, peer.token, config.start_timeout)
+                paired = knock(end, peer.address, peer.token, timeout_s)
                 link = SendingLink(end, paired)
             self._own.append(link)
             links[end.channel] = link
         return links
 
     def _ends(self) -> list[End]:
-        rank, ranks = self._config.rank, self._config.ranks
+        rank, ranks = self._rank, self._ranks
         return [End(edge, edge.target == rank, ranks) for edge in edges(ranks) if rank in edge[1:]]

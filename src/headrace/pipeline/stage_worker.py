@@ -17,6 +17,7 @@ from headrace.execution.model_executor import cache_bytes_per_block
 from headrace.kernels.path import choose_path, path_name
 from headrace.pipeline.carry_out import carry_out
 from headrace.pipeline.effects import Effect
+from headrace.pipeline.group_link import Rendezvous
 from headrace.pipeline.ledger import Channel, Ledger
 from headrace.pipeline.links import Link, LinkError
 from headrace.pipeline.rendezvous import Meeting
@@ -113,11 +114,12 @@ def run_stage(
     if model is not None:
         weights = model.weights.nbytes
         block = cache_bytes_per_block(config.program, config.block_size, model.dtype)
-    meeting = Meeting(config, folder)
+    meeting = Meeting(config.rank, config.ranks, config.link_backend, folder, config.link_emulation)
     control.send(Loaded(config.rank, weights, block, path_name(), note, meeting.listening))
     cache = _receive_cache_config(control)
     executor = stage_executor(config, model, cache.num_blocks, device)
-    links = meeting.connect(cache.peers, device)
+    store = Rendezvous(config.master_addr, config.master_port, config.store_fd)
+    links = meeting.connect(cache.peers, store, device, config.start_timeout)
     control.send(Ready(config.rank))
     role = StageRole(
         rank=config.rank,
