@@ -139,7 +139,7 @@ def as_nobody(code: str, *arguments: str) -> str:
     if os.geteuid() != 0:
         pytest.skip("only root can take another user's place")
     asked = subprocess.run(
-        [sys.executable, "-c", f"import os; os.setuid({NOBODY})\n{code}", *arguments],
+        [sys.executable, "-c", f"import os, socket, sys\nos.setuid({NOBODY})\n{code}", *arguments],
         capture_output=True,
         text=True,
         timeout=LONG,
@@ -148,7 +148,6 @@ def as_nobody(code: str, *arguments: str) -> str:
 
 
 KNOCK = """
-import socket, sys
 knocking = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 try:
     knocking.connect(sys.argv[1])

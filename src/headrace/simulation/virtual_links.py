@@ -1,7 +1,7 @@
 """Edges between stages in virtual time: gloo on a slow line, in one process, without any waiting.
 
-Time passes only when the clock's events run. A transfer behaves as over gloo (links.py): sends and
-receives of an edge are matched in order; a receiver's notice that it is ready takes the edge's
+Time passes only when the clock's events run. A transfer behaves as over gloo (group_link.py): sends
+and receives of an edge are matched in order; a receiver's notice that it is ready takes the edge's
 delay to reach the sender; then the bytes need their time on the line, one message after another,
 and the delay once more. A send is complete when its message has left, a receive when it is there.
 
