@@ -155,10 +155,10 @@ class SendingLink(_LocalLink):
         return True
 
     def _hold(self, packet: bytes, segment: Segment | None) -> None:
-        if not self._held:
+        self._held.append((packet, segment))
+        if len(self._held) == 1:
             self._holder = threading.Thread(target=self._tell_held, daemon=True)
             self._holder.start()
-        self._held.append((packet, segment))
 
     def _tell_held(self) -> None:
         """In a thread, until none is held."""
