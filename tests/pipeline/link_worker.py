@@ -84,6 +84,9 @@ def rank_main(
     emulation = request["emulation"] and LinkEmulation(*request["emulation"])
     ranks = Ranks(request["world"])
     own = request["backend"] == "local"
+    if own:
+        # The store is the others'.
+        os.close(store_fd)
     meeting = Meeting(number, ranks, "local" if own else "gloo", folder, emulation)
     # As the engine does, which passes on where ranks listen.
     (folder / f"listening-{number}").write_bytes(msgspec.json.encode(meeting.listening))

@@ -122,6 +122,8 @@ def test_a_backend_keeps_the_promise(
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_never_hangs(worlds: Worlds, backend: str, scenario: str) -> None:
     need_device(backend)
+    if scenario in OWN_LINKS_ALONE and "local" not in backend:
+        pytest.skip("torch's gloo waits for ever for the rest of a message whose sender has died")
     check(
         worlds.run(backend, 2, (scenario,)),
         scenario,
@@ -157,6 +159,8 @@ def test_links_within_a_host_listen_on_no_network_at_all(worlds: Worlds) -> None
     assert [answer and answer["listening"] for answer in answers] == [[]] * 4
 
 
+# What torch.distributed does not keep: there the engine, which sees the death, ends the wait.
+OWN_LINKS_ALONE = {"a_peer_that_dies_in_the_middle_leaves_whole_messages_or_an_error"}
 # The activations of 32 rows of SmolLM2.
 ROWS_32 = 32 * 576 * 2
 
