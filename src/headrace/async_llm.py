@@ -11,6 +11,7 @@ from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.checks import check_type
 from headrace.config import EngineConfig
 from headrace.deployment.model_card import ModelCard
+from headrace.deployment.recovery import RecoveryStatus
 from headrace.deployment.start import StartWatch, launch
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.outputs import OutputDelta, OutputGatherer, RequestOutput
@@ -73,7 +74,7 @@ class AsyncLLM:
         A reader that is slower than the model is given what has come about meanwhile in one
         output, and it holds up nobody. Cancelling the task, or leaving the loop, aborts the
         request. request_id must not be one that is running; smaller priorities run first. Raises
-        UsageError for a request that can never run, PipelineError if the pipeline breaks.
+        UsageError for a request that can never run, PipelineError if the pipeline breaks for good.
         """
         check_type("request_id", request_id, str | None)
         (params,) = as_params(sampling_params, 1, self.get_default_sampling_params())
@@ -153,6 +154,11 @@ class AsyncLLM:
         request = self._named.get(request_id)
         if request is not None:
             request.abort()
+
+    @property
+    def recovery(self) -> RecoveryStatus:
+        """How it recovers from faults, at this moment, for any thread."""
+        return self._running.recovery.status
 
     @property
     def error(self) -> HeadraceError | None:

@@ -130,6 +130,17 @@ class EngineConfig:
             most=86_400,
         ),
     ] = 60.0
+    max_restarts: Annotated[
+        int,
+        Setting(
+            "How often in --restart-window stages that died, failed or stood still are started "
+            "anew, and requests go on; 0: the first fault ends the engine.",
+            least=0,
+        ),
+    ] = 10
+    restart_window: Annotated[
+        float, Setting("Seconds in which restarts are counted.", above=0, most=86_400 * 366)
+    ] = 600.0
 
     def __post_init__(self) -> None:
         check_settings(self)

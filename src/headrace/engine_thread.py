@@ -18,8 +18,6 @@ _log = logging.getLogger(__name__)
 
 # Deltas that a reader is given at once, but for those of one step.
 _MOST_AT_ONCE = 256
-# How often an idle engine sees whether its stages are alive.
-_IDLE_LOOK_S = 0.5
 
 
 class Submission:
@@ -136,6 +134,7 @@ class EngineThread:
 
     def __init__(self, running: RunningEngine) -> None:
         self._engine = running.engine
+        self._recovery = running.recovery
         self._processes = running.processes
         self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         self._requests: dict[int, SubmittedPrompt] = {}
@@ -181,27 +180,17 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._closing:
-                if self._engine.idle:
-                    self._wait_for_order()
                 while not self._orders.empty():
                     self._orders.get()()
-                if not self._engine.idle:
-                    self._deliver(self._engine.step())
+                # Also when there is nothing to do: an order wakes it, and so does a death.
+                if not self._closing:
+                    self._deliver(self._recovery.step())
             self._end(UsageError("this AsyncLLM is closed: make another"))
             self._processes.close(drain=True)
         except Exception as error:
             self._end(error if isinstance(error, HeadraceError) else _internal(error))
         finally:
             self._processes.close(drain=False)
-
-    def _wait_for_order(self) -> None:
-        """Carry out the next order; meanwhile notice the death of a stage, and late reports."""
-        while True:
-            try:
-                self._orders.get(timeout=_IDLE_LOOK_S)()
-                return
-            except queue.Empty:
-                self._deliver(self._engine.step(0.0))
 
     def _end(self, reason: HeadraceError) -> None:
         """Take no more orders, and tell every reader."""

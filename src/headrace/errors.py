@@ -26,7 +26,12 @@ class PipelineError(HeadraceError):
 
 
 class StallError(PipelineError):
-    """The pipeline stood still. Its notes, a few lines each, say what every stage did last."""
+    """The pipeline stood still. Its notes, a few lines each, say what every stage did last.
+
+    ranks: those that hold up the others, where that is known.
+    """
+
+    ranks: tuple[int, ...] = ()
 
 
 class ServerError(HeadraceError):

@@ -165,7 +165,7 @@ class LLM:
             self._make_way()
             with self._lock:
                 self._abort_dropped()
-                if self._running.engine.settled:
+                if self._running.recovery.settled:
                     return
                 self._step()
 
@@ -327,7 +327,7 @@ class LLM:
         self._check_open()
         try:
             self._abort_dropped()
-            deltas = self._running.engine.step()
+            deltas = self._running.recovery.step()
         except BaseException as error:
             # Also an interrupt: it may have come between two ranks' copies of one plan.
             self._give_up(error)

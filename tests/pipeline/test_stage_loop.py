@@ -55,6 +55,9 @@ class Executor:
     ) -> list[RowLogprobs]:
         return []
 
+    def forget(self) -> None:
+        pass
+
     def activations_buffer(self, tokens: int) -> torch.Tensor:
         return torch.zeros(tokens, 1)
 

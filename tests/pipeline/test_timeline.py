@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.pipeline.timeline import RING_SIZE, RankTimeline, peak_memory
-from headrace.pipeline.watch import answer_when_asked, ask, connect_watch, on_clock_of_asker
+from headrace.pipeline.watch import Watch, answer_when_asked, ask, connect_watch, on_clock_of_asker
 from headrace.protocol.messages import Activity, ActivityKind, Timeline
 from headrace.protocol.plan import Plan
 
@@ -133,7 +133,7 @@ def test_a_stage_answers_also_while_it_computes(address: str) -> None:
     with zmq.Context() as ours, zmq.Context() as theirs:
         # The stage may come later than the question.
         socket = connect_watch(ours, address)
-        answer_when_asked(theirs, address, target)
+        answer_when_asked(theirs, address, Watch(target))
         (answer,) = ask([socket], 8, 60.0)
         assert [activity.kind for activity in answer.activities] == ["plan_wait", "forward"]
         assert answer.now <= time.monotonic()
@@ -153,7 +153,7 @@ def test_an_answer_that_came_too_late_is_not_taken_for_that_of_the_next_question
         target = timeline()
         record(target, "forward", 0, 0.0, 1.0)
         record(target, "forward", 1, 1.0, 2.0)
-        answer_when_asked(theirs, address, target)
+        answer_when_asked(theirs, address, Watch(target))
         (answer,) = ask([socket], 2, 60.0)
         assert len(answer.activities) == 2
         socket.close()

@@ -101,11 +101,11 @@ def test_an_activity_of_no_known_kind_is_refused() -> None:
         Result(0, 3, [[5], []], []),
         Result(0, 3, [[5]], [RowLogprobs(0, TokenLogprobs([5, 9], [-0.5, -0.1], 2), [])]),
         Report(0, 3, 1, 1.0, 2.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.5, [(3, 1.25)], 7),
-        Failure(1, "ModelError", "why", 2, "trace"),
-        Loaded(0, 1, 2, "avx2", None, [EdgeAddress("feedback", 1, 0, "/tmp/x", "ab")]),
+        Failure(0, 1, "ModelError", "why", 7, 2, "trace"),
+        Loaded(0, 0, 1, 2, "avx2", None, [EdgeAddress("feedback", 1, 0, "/tmp/x", "ab")]),
         Timeline(1, 9.5, [Activity("forward", 3, 0, 3, 9.0, None)]),
         Loading(0, "weights", 0.5),
-        Ready(0),
+        Ready(0, 0),
     ],
 )
 def test_answers_survive_the_way_to_the_engine(message: object) -> None:
@@ -116,7 +116,7 @@ def test_a_message_for_the_other_side_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError):
         codec.decode_from_rank(codec.encode(Stop(0)))
     with pytest.raises(msgspec.ValidationError):
-        codec.decode_to_rank(codec.encode(Ready(0)))
+        codec.decode_to_rank(codec.encode(Ready(0, 0)))
 
 
 @given(st.binary(max_size=60))

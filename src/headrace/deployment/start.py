@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from headrace.checkpoint.tokenizer import Tokenizer
@@ -13,6 +14,7 @@ from headrace.deployment.machine import read_machine
 from headrace.deployment.model import read_model
 from headrace.deployment.model_card import ModelCard, model_card
 from headrace.deployment.partition import layer_costs
+from headrace.deployment.recovery import Recovery
 from headrace.deployment.resolve import Deployment, resolve
 from headrace.engine.engine import Engine
 from headrace.engine.prefill_order import PrefillOrder
@@ -40,9 +42,11 @@ class StartWatch:
 
 @dataclass(frozen=True, kw_only=True)
 class RunningEngine:
-    """An engine that is ready. card: what there is to say of it."""
+    """An engine that is ready. recovery: steps it, and has its ranks started anew when they die.
+    card: what there is to say of it."""
 
     engine: Engine
+    recovery: Recovery
     processes: RankProcesses
     deployment: Deployment
     tokenizer: Tokenizer
@@ -81,7 +85,13 @@ def start(
     """
     began = time.monotonic()
     watch = watch or StartWatch()
-    processes = _start_ranks(deployment, epoch)
+    with _rank_configs(deployment, epoch) as configs:
+        processes = RankProcesses(configs, list(deployment.cpus))
+
+    def restart(epoch: int) -> None:
+        with _rank_configs(deployment, epoch) as configs:
+            processes.restart(configs, num_blocks)
+
     try:
         # Meanwhile the stages load.
         tokenizer = deployment.model.tokenizer()
@@ -106,6 +116,13 @@ def start(
         raise
     return RunningEngine(
         engine=engine,
+        recovery=Recovery(
+            engine,
+            processes,
+            restart,
+            deployment.config.max_restarts,
+            deployment.config.restart_window,
+        ),
         processes=processes,
         deployment=deployment,
         tokenizer=tokenizer,
@@ -150,15 +167,17 @@ def rank_config(
     )
 
 
-def _start_ranks(deployment: Deployment, epoch: int) -> RankProcesses:
+@contextmanager
+def _rank_configs(deployment: Deployment, epoch: int) -> Iterator[list[RankConfig]]:
+    """What the ranks of an epoch are told; where they meet is open until this is left."""
     config = deployment.config
     ranks = range(deployment.ranks.count)
     if len(ranks) == 1 or deployment.link_backend != "gloo":
-        configs = [rank_config(deployment, rank, epoch) for rank in ranks]
-        return RankProcesses(configs, list(deployment.cpus))
+        yield [rank_config(deployment, rank, epoch) for rank in ranks]
+        return
     with bind_master(config.master_addr, config.master_port) as master:
         port, store_fd = master.getsockname()[1], master.fileno()
-        configs = [
+        yield [
             rank_config(
                 deployment,
                 rank,
@@ -168,7 +187,6 @@ def _start_ranks(deployment: Deployment, epoch: int) -> RankProcesses:
             )
             for rank in ranks
         ]
-        return RankProcesses(configs, list(deployment.cpus))
 
 
 def _reserve_cache(deployment: Deployment, processes: RankProcesses, loaded: list[Loaded]) -> int:

@@ -83,7 +83,7 @@ def start_virtual(deployment: Deployment) -> VirtualEngine:
         epoch=0,
         clock=lambda: clock.now,
     )
-    loaded = [Loaded(rank, 0, 0, "no", None, []) for rank in range(deployment.ranks.count)]
+    loaded = [Loaded(0, rank, 0, 0, "no", None, []) for rank in range(deployment.ranks.count)]
     card = model_card(deployment, loaded, blocks, load_s=0.0)
     return VirtualEngine(
         engine=engine, stages=stages, deployment=deployment, clock=clock, card=card

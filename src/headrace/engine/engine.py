@@ -15,12 +15,14 @@ from headrace.engine.outputs import OutputDelta
 from headrace.engine.pace import Pace
 from headrace.engine.prepared import Preparation, Prepared, stage_sampling
 from headrace.engine.recorder import Recorder
-from headrace.engine.request import Request, Sequence
+from headrace.engine.request import FinishReason, Request, Sequence
 from headrace.engine.scheduler import Accepted, Scheduler
 from headrace.engine.snapshot import EngineSnapshot, snapshot_of
 from headrace.engine.stall import LINES_SHOWN, Scene, StallWatch
 from headrace.engine.stop_strings import StopStrings
+from headrace.engine.suspects import Suspects
 from headrace.errors import UsageError
+from headrace.protocol.fault import RankFault
 from headrace.protocol.messages import Report, Result, Timeline, TokenLogprobs
 from headrace.protocol.plan import Plan
 from headrace.sampling_params import MAX_SEED, SamplingParams
@@ -90,6 +92,11 @@ class Engine:
     _texts: dict[Sequence, _Text] = field(default_factory=dict, init=False)
     _next_request: int = field(default=0, init=False)
     _stall: StallWatch = field(init=False)
+    # What came and was not handed out yet: kept when the pipeline breaks in the middle of a step.
+    _news: list[OutputDelta] = field(default_factory=list, init=False)
+    _suspects: Suspects = field(default_factory=Suspects, init=False)
+    # The request that runs with all others set aside.
+    _apart: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.scheduler.cost = self.pace.cost
@@ -157,6 +164,8 @@ class Engine:
         for index, sampling in enumerate(samplings):
             sequence = Sequence(request, index, sampling)
             self.scheduler.add(sequence)
+            if self._apart is not None:
+                self.scheduler.set_aside(sequence)
             self._requests[request_id].append(sequence)
             stops = None
             if prepared.stops is not None:
@@ -168,17 +177,27 @@ class Engine:
 
     def abort(self, request_id: int) -> list[OutputDelta]:
         """End a request; one delta for each completion that had not ended."""
-        deltas = []
-        for sequence in list(self._requests.get(request_id, ())):
-            self.scheduler.finish(sequence, "abort")
-            text = self._rest_of_text(self._texts[sequence])
-            deltas.append(self._delta(sequence, None, text, self.clock()))
-            self._forget(sequence)
+        deltas = self._end(request_id, "abort")
         self._take_snapshot()
         return deltas
 
+    def lose(self, faults: Iterable[RankFault]) -> list[OutputDelta]:
+        """The pipeline broke: what it had brought before, and the end of the request that ends a
+        stage whenever it runs, if this tells which it is. faults: of the ranks that are lost.
+
+        Its completions end with finish_reason "error", and stop_reason says why. restart() is next.
+        """
+        deltas, self._news = self._news, []
+        for fault in faults:
+            blamed = self._suspects.died(self._computed_by(fault), outside=fault.outside)
+            if blamed is not None:
+                name = self.pace.ranks.name(fault.rank)
+                deltas += self._end(blamed, "error", f"this request ended {name} again and again")
+        return deltas
+
     def restart(self, pipeline: Pipeline, epoch: int) -> None:
-        """Go on with a pipeline built anew, as the next epoch; the one before has ended, somehow.
+        """Begin anew, as the next epoch; the one before has ended, somehow. No step() until the
+        pipeline is ready.
 
         What was in flight is computed again from the tokens accepted, and nothing is handed out
         twice. epoch: not used before; messages of others are dropped. Learned costs stay.
@@ -186,12 +205,16 @@ class Engine:
         self.pipeline = pipeline
         self.scheduler.new_epoch(epoch)
         self.pace.new_epoch()
-        self._stall.progress(self.clock())
         self._take_snapshot()
 
     def is_running(self, request_id: int) -> bool:
         """Whether the request has a completion that has not ended."""
         return request_id in self._requests
+
+    @property
+    def num_requests(self) -> int:
+        """Requests with a completion that has not ended."""
+        return len(self._requests)
 
     @property
     def idle(self) -> bool:
@@ -208,7 +231,7 @@ class Engine:
         self._stall.runs(self.clock())
         if self.pace.oldest_step is None:
             self._stall.progress(self.clock())
-        while (plan := self.scheduler.plan()) is not None:
+        while (plan := self._next_plan()) is not None:
             self.pace.planned(plan.step, self.scheduler.newest_work)
             if self.recorder is not None:
                 self.recorder.on_plan(plan, self.scheduler.num_microbatches)
@@ -216,10 +239,12 @@ class Engine:
         self._take_snapshot()
         messages = self.pipeline.receive(timeout_s)
         self._stall.runs(self.clock(), timeout_s)
-        deltas = self._take(messages) + self._check_stall()
+        self._take(messages)
+        self._check_stall()
         if self.idle:
             self._take_snapshot()
-        return deltas
+        news, self._news = self._news, []
+        return news
 
     def take_result(self, result: Result) -> list[OutputDelta]:
         """What the result of the oldest step in flight brought to whom."""
@@ -235,10 +260,61 @@ class Engine:
         """Have so many groups of sequences take turns, from the next plan on."""
         self.scheduler.set_microbatches(count, window_of(count, self.pace.ranks.num_stages))
 
+    def _next_plan(self) -> Plan | None:
+        if not self._suspects and self._apart is None:
+            return self.scheduler.plan()
+        if self._apart is not None or self._suspects.apart is not None:
+            # One step at a time: if a stage dies of it, there is no other that it can be.
+            if self.scheduler.steps_in_flight or self.pace.oldest_step is not None:
+                return None
+            self._run_apart(self._suspects.apart)
+        return self.scheduler.plan()
+
+    def _run_apart(self, request_id: int | None) -> None:
+        """Set all but this request aside, or nobody."""
+        if request_id == self._apart:
+            return
+        for number, sequences in self._requests.items():
+            was_aside = self._apart is not None and number != self._apart
+            aside = request_id is not None and number != request_id
+            for sequence in sequences:
+                if aside and not was_aside:
+                    self.scheduler.set_aside(sequence)
+                elif was_aside and not aside:
+                    self.scheduler.take_back(sequence)
+        self._apart = request_id
+
+    def _computed_by(self, fault: RankFault) -> list[Sequence]:
+        """Whose rows the rank may have been computing: those of the oldest step on which it has not
+        reported, and of the next, since its newest report may be lost with it."""
+        steps = [fault.step]
+        if fault.step is None:
+            oldest = self.scheduler.oldest_step_in_flight
+            if oldest is None:
+                return []
+            due = max(oldest, self.pace.usage[fault.rank].newest_step + 1)
+            steps = [due, due + 1]
+        rows = [s for step in steps if step is not None for s in self.scheduler.rows_of(step)]
+        return [sequence for sequence in dict.fromkeys(rows) if not sequence.finished]
+
+    def _end(
+        self, request_id: int, reason: FinishReason, stop_reason: str | None = None
+    ) -> list[OutputDelta]:
+        """One delta for each completion of the request that had not ended."""
+        deltas = []
+        for sequence in list(self._requests.get(request_id, ())):
+            self.scheduler.finish(sequence, reason, stop_reason)
+            text = self._rest_of_text(self._texts[sequence])
+            deltas.append(self._delta(sequence, None, text, self.clock()))
+            self._forget(sequence)
+        return deltas
+
     def _to_output(self, accepted: Accepted, now: float) -> OutputDelta:
         sequence, token = accepted.sequence, accepted.token
         text = "" if token is None else self._new_text(sequence, token)
         delta = self._delta(sequence, token, text, now, accepted.logprobs, accepted.prompt_logprobs)
+        if self._suspects:
+            self._suspects.got_on(sequence)
         if sequence.finish_reason is not None:
             self._forget(sequence)
         return delta
@@ -296,13 +372,13 @@ class Engine:
 
     def _forget(self, sequence: Sequence) -> None:
         del self._texts[sequence]
+        self._suspects.got_on(sequence)
         siblings = self._requests[sequence.request.id]
         siblings.remove(sequence)
         if not siblings:
             del self._requests[sequence.request.id]
 
-    def _take(self, messages: Iterable[Result | Report]) -> list[OutputDelta]:
-        deltas: list[OutputDelta] = []
+    def _take(self, messages: Iterable[Result | Report]) -> None:
         for message in messages:
             if message.epoch != self.scheduler.epoch:
                 # On its way when its pipeline ended.
@@ -310,8 +386,7 @@ class Engine:
             if isinstance(message, Report):
                 self._take_report(message)
             else:
-                deltas += self.take_result(message)
-        return deltas
+                self._news += self.take_result(message)
 
     def _take_report(self, report: Report) -> None:
         self._stall.progress(self.clock())
@@ -328,14 +403,14 @@ class Engine:
     def _take_snapshot(self) -> None:
         self.snapshot = snapshot_of(self.scheduler, self.pace)
 
-    def _check_stall(self) -> list[OutputDelta]:
-        """Raises StallError if the stages are stuck; else what came while they were asked."""
+    def _check_stall(self) -> None:
+        """Raises StallError if the stages are stuck."""
         if self.pace.oldest_step is None or not self._stall.due(self.clock()):
-            return []
+            return
         timelines = self.pipeline.timelines(LINES_SHOWN, self._stall.answer_s)
         self._stall.runs(self.clock(), self._stall.answer_s)
         # A step may have ended meanwhile, after which its stages wait with good reason.
-        deltas = self._take(self.pipeline.receive(_AFTERTHOUGHT_S))
+        self._take(self.pipeline.receive(_AFTERTHOUGHT_S))
         # A step is over when every stage has reported on it.
         now, due = self.clock(), self.pace.oldest_step
         self._stall.runs(now, _AFTERTHOUGHT_S)
@@ -349,4 +424,3 @@ class Engine:
                 ranks=self.pace.ranks,
             )
             self._stall.look(scene, self.pace.longest_s(), self.pace.is_new)
-        return deltas

@@ -8,7 +8,7 @@ from headrace.protocol.messages import TokenLogprobs
 from headrace.protocol.plan import Sampling, TokenRef
 from headrace.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 # Why, and the token or string that stopped it, if one of the request's did.
 End = tuple[FinishReason, int | str | None]
 

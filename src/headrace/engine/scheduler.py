@@ -67,6 +67,8 @@ class Scheduler:
         self._order = ShortestFirst() if order is None else order
         self._window = config.window
         self._arrivals = 0
+        # In the order of arrival, as they came.
+        self._aside: dict[Sequence, None] = {}
         self._begin(config.epoch, config.num_microbatches)
 
     def _begin(self, epoch: int, num_microbatches: int) -> None:
@@ -116,8 +118,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for a slot, preempted ones included."""
-        return len(self._waiting)
+        """Sequences that wait for a slot, those preempted or set aside included."""
+        return len(self._waiting) + len(self._aside)
 
     @property
     def num_running(self) -> int:
@@ -143,7 +145,8 @@ class Scheduler:
     def idle(self) -> bool:
         """Whether nothing waits, runs, is to be released or is on its way."""
         pending = self._releasing or self._rules.unused
-        return not (self._waiting or self.num_running or pending or self._in_flight)
+        waiting = self._waiting or self._aside
+        return not (waiting or self.num_running or pending or self._in_flight)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; raises UsageError if it could never run."""
@@ -170,6 +173,23 @@ class Scheduler:
         for sequence in unfinished:
             self._wait(sequence)
 
+    def rows_of(self, step: int) -> list[Sequence]:
+        """Whose rows a step carries; none if its result is there, or it was not planned."""
+        return next((flight.rows for flight in self._in_flight if flight.step == step), [])
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """Let a sequence neither run nor wait until it is taken back; nothing may be in flight."""
+        if sequence.run is None:
+            self._waiting.remove(sequence)
+        else:
+            self._stop_running(sequence)
+        self._aside[sequence] = None
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Let a sequence that was set aside wait, in its old place in line."""
+        del self._aside[sequence]
+        self._wait(sequence)
+
     def finish(
         self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None
     ) -> None:
@@ -178,7 +198,9 @@ class Scheduler:
             return
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         self._rules.leave(sequence.request.rules)
-        if sequence.run is None:
+        if sequence in self._aside:
+            del self._aside[sequence]
+        elif sequence.run is None:
             self._waiting.remove(sequence)
         else:
             self._stop_running(sequence)

@@ -79,7 +79,7 @@ class StallWatch:
         was never measured at work such as a step's, so that nobody knows how long that takes.
         """
         patience_s = max(self.timeout_s, _LEAST_PATIENCE_S, _PATIENCE * predicted_s)
-        ends = []
+        ends, stuck = [], []
         for rank, timeline in scene.timelines.items():
             since = _busy_since(timeline)
             if since is None:
@@ -98,8 +98,13 @@ class StallWatch:
                 ends.append(scene.now + self.timeout_s)
             else:
                 ends.append(since + patience_s)
-        if not ends or min(ends) <= scene.now:
-            raise _stall_error(scene, scene.now - self._progress_at)
+                if ends[-1] <= scene.now:
+                    stuck.append(rank)
+        if not ends or stuck:
+            silent = [rank for rank in range(scene.ranks.count) if rank not in scene.timelines]
+            error = _stall_error(scene, scene.now - self._progress_at)
+            error.ranks = (*silent, *stuck)
+            raise error
         self._look_at = min(ends)
 
 

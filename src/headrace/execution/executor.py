@@ -51,5 +51,8 @@ class Executor(Protocol):
     def end(self, plan: Plan) -> None:
         """Apply the plan's releases."""
 
+    def forget(self) -> None:
+        """A new epoch begins: everything about sequences is void. Memory stays."""
+
     def activations_buffer(self, tokens: int) -> torch.Tensor:
         """A new buffer for the activations of so many tokens."""

@@ -76,6 +76,14 @@ class ModelExecutor:
         self._block_tables = np.zeros((self.max_num_seqs, self.max_blocks), dtype=np.int64)
         self._next_positions = np.full(self.max_num_seqs, -1, dtype=np.int64)
 
+    def forget(self) -> None:
+        """Empty all slots, and forget all rules. What the cache holds is never read: every position
+        is written in the new epoch before it is attended to."""
+        self.synchronize()
+        self._next_positions.fill(-1)
+        self._slots.clear()
+        self._rules.clear()
+
     @property
     def asynchronous(self) -> bool:
         """Whether the device computes while the host goes on."""

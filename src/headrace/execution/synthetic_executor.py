@@ -69,6 +69,9 @@ class SyntheticExecutor:
     def end(self, plan: Plan) -> None:
         """Nothing to keep."""
 
+    def forget(self) -> None:
+        """Nothing was kept."""
+
     def activations_buffer(self, tokens: int) -> torch.Tensor:
         """A new buffer for so many tokens' activations."""
         return torch.empty(tokens, self.hidden_size, dtype=self.dtype, device=self.device)

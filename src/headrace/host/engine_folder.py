@@ -34,6 +34,8 @@ class EngineFolder:
     """A new folder, which only this user may enter; removed by remove(), and at exit at last."""
 
     def __init__(self) -> None:
+        # By process, the bytes that it may come to have.
+        self._promised: dict[int, int] = {}
         for folder in _folders():
             if (lock := _lock(folder)) is not None:
                 remove_abandoned(folder)
@@ -77,8 +79,11 @@ class EngineFolder:
             yield sum(_untouched(folder) for folder in _folders() if folder != self.path)
 
     def promise(self, cache_bytes: Mapping[int, int]) -> None:
-        """Let other engines know how many bytes each stage, by its process, is yet to take."""
-        full = [(pid, (_memory_of(pid) or 0) + size) for pid, size in cache_bytes.items()]
+        """Let other engines know how many bytes each stage, by its process, is yet to take. What
+        others were promised before stays."""
+        for pid, size in cache_bytes.items():
+            self._promised[pid] = (_memory_of(pid) or 0) + size
+        full = list(self._promised.items())
         new = self.path / f"{_PROMISES}.new"
         new.write_bytes(msgspec.json.encode(full))
         new.rename(self.path / _PROMISES)

@@ -3,70 +3,76 @@
 import contextlib
 import errno
 import io
+import math
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
-import msgspec
 import zmq
 
 from headrace import errors
 from headrace.errors import HeadraceError, PipelineError, StartError, UsageError
 from headrace.host.cpus import StageCpus
 from headrace.host.engine_folder import EngineFolder
-from headrace.host.pinning import start_process
-from headrace.pipeline.watch import ask, connect_watch
+from headrace.pipeline.rank_process import RankProcess, end_ranks, start_rank
+from headrace.pipeline.watch import ask
 from headrace.protocol import codec
+from headrace.protocol.fault import RankFault
 from headrace.protocol.messages import (
     CacheConfig,
-    EdgeAddress,
     Failure,
     FromRank,
     Loaded,
     Loading,
+    NewEpoch,
     RankConfig,
     Ready,
     Report,
     Result,
     Stop,
     Timeline,
-    ToRank,
 )
 from headrace.protocol.plan import Plan
 
-_STAGE_MODULE = "headrace.pipeline.stage_process"
-# Seconds: for a stage to show any progress at start, between two looks at that, for the other
-# stages' messages once one has failed, for an ordered stop.
+# Seconds: for a rank to show any progress at start, between two looks at that, for a rank that
+# lives to take note of a new epoch, for the other ranks' messages once one has failed, for an
+# ordered stop, and between two looks at who is dead where the system does not tell.
 _START_DEADLINE = 120.0
 _START_LOOK = 1.0
+_NOTICE_DEADLINE = 5.0
 _LAST_WORDS = 1.0
 _STOP_GRACE = 5.0
+_DEATH_LOOK = 0.2
 
 
 @dataclass
-class _Rank:
-    number: int
-    name: str
-    process: subprocess.Popen[bytes]
-    socket: zmq.Socket[bytes]
-    # The second socket, to ask what the stage does.
-    watch: zmq.Socket[bytes]
-    log: Path
-    layers: str
-    # The last sign of life, on time.monotonic's clock.
-    heard_at: float
+class _Start:
+    """An epoch that begins: what its ranks have said of it.
+
+    num_blocks: of the cache, None until it is decided. kept: ranks of the epoch before that live
+    on. quiet_s: seconds waited for nothing; waited_s: in all. What a wait took longer than meant,
+    nobody ran.
+    """
+
+    configs: list[RankConfig]
+    num_blocks: int | None
+    kept: set[int]
+    loaded: dict[int, Loaded] = field(default_factory=dict)
+    ready: set[int] = field(default_factory=set)
+    cache_told: bool = False
+    quiet_s: float = 0.0
+    waited_s: float = 0.0
 
 
 class RankProcesses:
     """The running ranks, as the engine's Pipeline. Always close() it.
 
+    faults: of the ranks that cannot go on, once an error told that the pipeline broke.
     They belong to the process that started them. In one forked from it, check_owner() raises, and
     close() does nothing.
     """
@@ -81,14 +87,16 @@ class RankProcesses:
         self._wake = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK), "r+")
         self._poller.register(self._wake.fileno(), zmq.POLLIN)
         self._woken = False
-        self._processes: list[_Rank] = []
-        # Where ranks wait for those that send to them.
-        self._listening: list[EdgeAddress] = []
+        self._processes: list[RankProcess] = []
         self._epoch, self._ranks = configs[0].epoch, configs[0].ranks
+        self._cpus = cpus
+        self._start: _Start | None = _Start(configs, None, set())
+        self._block_bytes: list[int] = []
+        self.faults: list[RankFault] = []
         _started.add(self)
         try:
             for config in configs:
-                self._spawn(config, cpus[config.rank])
+                self._spawn(config)
         except BaseException:
             self.close(drain=False)
             raise
@@ -98,9 +106,11 @@ class RankProcesses:
     ) -> list[Loaded]:
         """Until every stage holds its weights. check: called once a second or more often, may
         raise. Raises StartError or what a stage reports."""
-        loaded = self._wait_for(Loaded, on_progress, check)
-        self._listening = [address for rank in loaded for address in rank.listening]
-        return loaded
+        assert self._start is not None
+        while len(self._start.loaded) < len(self._processes):
+            check()
+            self.look(_START_LOOK, on_progress)
+        return [loaded for _, loaded in sorted(self._start.loaded.items())]
 
     def reserve_cache(self, bytes_per_block: list[int], choose: Callable[[int], int]) -> int:
         """The number of blocks that choose gives, which other engines then know of.
@@ -108,14 +118,10 @@ class RankProcesses:
         bytes_per_block: one number per rank. choose: given the bytes of memory that the engines of
         this user were promised and have not touched yet.
         """
+        self._block_bytes = bytes_per_block
         with self._folder.promising() as promised:
             num_blocks = choose(promised)
-            self._folder.promise(
-                {
-                    rank.process.pid: size * num_blocks
-                    for rank, size in zip(self._processes, bytes_per_block, strict=True)
-                }
-            )
+            self._promise(num_blocks, self._processes)
         return num_blocks
 
     def allocate_cache(
@@ -125,10 +131,66 @@ class RankProcesses:
         check: Callable[[], None],
     ) -> None:
         """Have every stage allocate its cache and meet the others."""
-        for rank in self._processes:
-            peers = [edge for edge in self._listening if edge.source == rank.number]
-            rank.socket.send(codec.encode(CacheConfig(num_blocks, peers)))
-        self._wait_for(Ready, on_progress, check)
+        assert self._start is not None
+        self._start.num_blocks = num_blocks
+        while not self.look(_START_LOOK, on_progress):
+            check()
+
+    def restart(self, configs: list[RankConfig], num_blocks: int) -> None:
+        """Begin the next epoch; look() furthers it. Ranks that have a fault, or died, are started
+        anew; others keep their weights and their caches.
+
+        configs: of all ranks for the new epoch. num_blocks: of the cache, as in the epoch before.
+        """
+        self._epoch = configs[0].epoch
+        unfit = {fault.rank for fault in self.faults} | {rank.number for rank in self._dead()}
+        kept = set(range(len(self._processes))) - unfit
+        if any(config.store_fd is not None for config in configs):
+            # Process groups do not outlive one of their members.
+            unfit, kept = unfit | kept, set()
+        self._start = _Start(configs, num_blocks, kept)
+        self.faults = []
+        self._replace(unfit)
+        for number in kept:
+            self._processes[number].send(NewEpoch(self._epoch))
+
+    def look(
+        self, timeout_s: float, on_progress: Callable[[Loading], None] = lambda _: None
+    ) -> bool:
+        """Further the start of an epoch, for timeout_s at most; whether every rank is ready.
+
+        Returns early when something came, and after a wake(). Raises StartError if nobody gets on,
+        and what a rank reports.
+        """
+        start = self._start
+        if start is None:
+            return True
+        began = time.monotonic()
+        messages = self._receive(timeout_s)
+        waited_s = min(timeout_s, time.monotonic() - began)
+        start.waited_s += waited_s
+        start.quiet_s = 0.0 if messages else start.quiet_s + waited_s
+        for message in messages:
+            # What ranks said before they noted the new epoch is void.
+            match message:
+                case Loading():
+                    on_progress(message)
+                case Loaded() if message.epoch == self._epoch:
+                    start.loaded[message.rank] = message
+                case Ready() if message.epoch == self._epoch:
+                    start.ready.add(message.rank)
+        if len(start.ready) == len(self._processes):
+            self._start = None
+            return True
+        self._tell_cache(start)
+        self._judge(start)
+        return False
+
+    def stand_still(self, ranks: tuple[int, ...]) -> None:
+        """Count these among those that have to be started anew."""
+        self.faults += [
+            RankFault(number, None, outside=self._processes[number].stopped) for number in ranks
+        ]
 
     def send(self, plan: Plan) -> None:
         """Give the plan to every rank, in order."""
@@ -140,13 +202,11 @@ class RankProcesses:
 
         Raises PipelineError naming the stage if one failed or died.
         """
-        messages: list[Result | Report] = []
-        for message in self._receive(timeout_s):
-            if not isinstance(message, Result | Report):
-                raise PipelineError(f"unexpected {type(message).__name__} from a stage")
-            if message.epoch == self._epoch:
-                messages.append(message)
-        return messages
+        return [
+            message
+            for message in self._receive(timeout_s)
+            if isinstance(message, Result | Report) and message.epoch == self._epoch
+        ]
 
     def timelines(self, last: int, timeout_s: float) -> list[Timeline]:
         """The newest activities of every rank that answers in time, on this process's clock.
@@ -186,8 +246,7 @@ class RankProcesses:
         that this process lives."""
         self._wake.close()
         for rank in self._processes:
-            if rank.process.stdin is not None:
-                rank.process.stdin.close()
+            rank.leave()
         self._folder.leave()
 
     def close(self, drain: bool) -> None:
@@ -198,138 +257,140 @@ class RankProcesses:
         if not self.owned:
             return
         try:
-            if drain and not self._dead():
-                self._send_all(Stop(self._epoch))
+            if drain and self._start is None and not self._dead():
                 deadline = time.monotonic() + _STOP_GRACE
+                for rank in self._processes:
+                    rank.send(Stop(self._epoch))
                 for rank in self._processes:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         rank.process.wait(max(0.0, deadline - time.monotonic()))
         finally:
-            for rank in self._processes:
-                rank.process.kill()
-            for rank in self._processes:
-                rank.process.wait()
-                if rank.process.stdin is not None:
-                    rank.process.stdin.close()
+            end_ranks(self._processes)
             self._wake.close()
             self._context.destroy(linger=0)
             self._folder.remove()
             self._processes.clear()
 
-    def _spawn(self, config: RankConfig, cpus: StageCpus) -> None:
-        address = f"ipc://{self._folder.path}/rank-{config.rank}"
-        watch_address = f"ipc://{self._folder.path}/watch-{config.rank}"
-        # The stage binds and this side connects, since a socket that is bound but has no peer yet
-        # blocks its sender, while one that connects queues.
-        endpoint = self._context.socket(zmq.DEALER)
-        endpoint.set_hwm(0)
-        # Whatever ends this process, nothing waits for messages to be delivered.
-        endpoint.setsockopt(zmq.LINGER, 0)
-        endpoint.setsockopt(zmq.RECONNECT_IVL, 10)
-        try:
-            endpoint.connect(address)
-            watch = connect_watch(self._context, watch_address)
-        except zmq.ZMQError as error:
-            raise StartError(
-                f"cannot create sockets in {self._folder.path} ({error}): set TMPDIR to a short "
-                "path on a local disk"
-            ) from error
-        self._poller.register(endpoint, zmq.POLLIN)
-        log = self._folder.path / f"rank-{config.rank}.log"
-        environment = dict(os.environ)
-        if config.link_backend == "gloo":
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        inherited = [] if config.store_fd is None else [config.store_fd]
-        with log.open("wb") as output:
-            process = start_process(
-                [
-                    *(sys.executable, "-P", "-m", _STAGE_MODULE),
-                    *(str(self._owner), address, watch_address),
-                ],
-                cpus,
-                environment,
-                bufsize=0,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=inherited,
-                # A Ctrl-C in the terminal is for the engine, which then ends the stages.
-                start_new_session=True,
-            )
+    def _spawn(self, config: RankConfig) -> None:
+        """Start a rank, in the place of the one of its number, if there was one."""
+        rank = start_rank(config, self._cpus[config.rank], self._folder.path, self._context)
         # At once: whatever interrupts from here on, close() knows the process.
-        layers = f"layers {config.share.first_layer} to {config.share.end_layer - 1}"
-        rank = _Rank(
-            number=config.rank,
-            name=config.ranks.name(config.rank),
-            process=process,
-            socket=endpoint,
-            watch=watch,
-            log=log,
-            layers=layers,
-            heard_at=time.monotonic(),
-        )
-        self._processes.append(rank)
-        endpoint.send(codec.encode(config))
+        self._processes[config.rank : config.rank + 1] = [rank]
+        self._poller.register(rank.socket, zmq.POLLIN)
+        if rank.death is not None:
+            self._poller.register(rank.death.fileno(), zmq.POLLIN)
 
-    def _send_all(self, message: ToRank) -> None:
-        data = codec.encode(message)
+    def _replace(self, numbers: Iterable[int]) -> None:
+        """End these ranks, and start others in their places."""
+        assert self._start is not None
+        old = [self._processes[number] for number in sorted(numbers)]
+        for rank in old:
+            # Unless starting another one failed before.
+            if rank.socket in self._poller:
+                self._poller.unregister(rank.socket)
+            if rank.death is not None and not rank.death.closed:
+                self._poller.unregister(rank.death.fileno())
+            rank.socket.close()
+            rank.watch.close()
+        # All first: their memory is needed, and their neighbours learn of it.
+        end_ranks(old)
+        for rank in old:
+            self._spawn(self._start.configs[rank.number])
+
+    def _promise(self, num_blocks: int, ranks: Iterable[RankProcess]) -> None:
+        """Let other engines know what these will take for their caches."""
+        self._folder.promise(
+            {rank.process.pid: self._block_bytes[rank.number] * num_blocks for rank in ranks}
+        )
+
+    def _tell_cache(self, start: _Start) -> None:
+        """Once all have loaded, and it is decided how large the cache is."""
+        if start.cache_told or start.num_blocks is None or len(start.loaded) < len(self._processes):
+            return
+        start.cache_told = True
+        listening = [edge for loaded in start.loaded.values() for edge in loaded.listening]
         for rank in self._processes:
-            rank.socket.send(data)
+            peers = [edge for edge in listening if edge.source == rank.number]
+            rank.send(CacheConfig(start.num_blocks, peers))
+        if start.kept:
+            new = [rank for rank in self._processes if rank.number not in start.kept]
+            self._promise(start.num_blocks, new)
+
+    def _judge(self, start: _Start) -> None:
+        """Replace ranks that live on but do not note the new epoch. Raises StartError if nobody
+        gets on."""
+        deaf = start.kept - start.loaded.keys()
+        if deaf and start.waited_s > _NOTICE_DEADLINE:
+            start.kept -= deaf
+            self._replace(deaf)
+        if start.quiet_s > _START_DEADLINE:
+            said = start.ready if start.cache_told else start.loaded.keys()
+            missing = [rank for rank in self._processes if rank.number not in said]
+            self.stand_still(tuple(rank.number for rank in missing))
+            raise StartError(
+                f"{' and '.join(rank.name for rank in missing)} showed no progress for "
+                f"{_START_DEADLINE:g} s while starting"
+            )
 
     def _receive(self, timeout_s: float) -> list[FromRank]:
-        """All messages at hand; raises what is to be told if a stage failed or died."""
+        """All messages at hand; raises what is to be told if a rank failed or died."""
         deadline = time.monotonic() + timeout_s
         while True:
-            # Deaths are noticed between polls: a dead process says nothing on its socket.
-            wait_s = max(0.0, min(0.2, deadline - time.monotonic()))
-            dead = self._dead()
+            wait_s = max(0.0, deadline - time.monotonic())
+            if any(rank.death is None for rank in self._processes):
+                wait_s = min(wait_s, _DEATH_LOOK)
             messages = self._read(wait_s)
-            if dead or any(isinstance(message, Failure) for message in messages):
-                raise self._fault([m for m in messages if isinstance(m, Failure)])
+            failures = self._failures(messages)
+            if failures or self._dead():
+                raise self._fault(failures)
             if messages or self._woken or time.monotonic() >= deadline:
                 self._woken = False
                 return messages
 
     def _read(self, wait_s: float) -> list[FromRank]:
+        # The next whole millisecond, or the last one would be waited for busily.
+        ready = self._poller.poll(math.ceil(wait_s * 1000))
         messages: list[FromRank] = []
-        for endpoint, _ in self._poller.poll(int(wait_s * 1000)):
+        for endpoint, _ in ready:
             if endpoint == self._wake.fileno():
                 self._wake.read(8)
                 self._woken = True
-                continue
-            rank = next(rank for rank in self._processes if rank.socket is endpoint)
-            rank.heard_at = time.monotonic()
-            while endpoint.poll(0):
-                try:
-                    messages.append(codec.decode_from_rank(endpoint.recv()))
-                except msgspec.DecodeError as error:
-                    raise PipelineError(f"a stage sent a message that is none: {error}") from error
+            for rank in self._processes:
+                if rank.socket is endpoint:
+                    messages += rank.read()
         return messages
 
-    def _dead(self) -> list[_Rank]:
-        return [rank for rank in self._processes if rank.process.poll() is not None]
+    def _failures(self, messages: Iterable[FromRank]) -> list[Failure]:
+        """Those of this epoch: of the one before, all is over."""
+        return [m for m in messages if isinstance(m, Failure) and m.epoch == self._epoch]
+
+    def _dead(self) -> list[RankProcess]:
+        return [rank for rank in self._processes if rank.dead]
 
     def _fault(self, failures: list[Failure]) -> HeadraceError:
-        """The error to raise, once there was time for everybody's last word.
+        """The error to raise, once there was time for everybody's last word; faults says whose.
 
-        A dead or stuck stage makes its neighbours fail too, so blame goes in this order: a stage
-        that reports a fault of its own; one that died without a word; the stage whose links were
-        lost and that itself still lives; a stage that lost a link.
+        A dead or stuck rank makes its neighbours fail too, so blame goes in this order: a rank
+        that reports a fault of its own; one that died without a word; the rank whose links were
+        lost and that itself still lives; a rank that lost a link.
         """
         deadline = time.monotonic() + _LAST_WORDS
-        while time.monotonic() < deadline:
-            if any(failure.lost_peer is None for failure in failures):
+        while True:
+            failures += self._failures(self._read(0.0))
+            own = [failure for failure in failures if failure.lost_peer is None]
+            speakers = {failure.rank for failure in failures}
+            mute = [rank for rank in self._dead() if rank.number not in speakers]
+            # One that ends by itself may have said why.
+            killed = [rank for rank in mute if rank.process.returncode < 0]
+            if own or killed or time.monotonic() > deadline:
                 break
-            failures += [m for m in self._read(0.05) if isinstance(m, Failure)]
-        own = [failure for failure in failures if failure.lost_peer is None]
+            time.sleep(0.01)
+        self.faults = [RankFault(f.rank, f.step, outside=False) for f in own]
+        self.faults += [RankFault(r.number, None, outside=r.ended_from_outside) for r in mute]
         if own:
             return self._error_of(own[0])
-        speakers = {failure.rank for failure in failures}
-        for rank in self._dead():
-            if rank.number not in speakers:
-                name = f"{rank.name} ({rank.layers})"
-                ending = _how_it_ended(rank.process.returncode)
-                return PipelineError(f"{name} {ending}{_last_line(rank)}")
+        if mute:
+            return PipelineError(mute[0].how_it_ended())
         silent = [failure for failure in failures if failure.lost_peer not in speakers]
         return self._error_of((silent or failures)[0])
 
@@ -338,36 +399,6 @@ class RankProcesses:
         error: HeadraceError = kind(f"{self._ranks.name(failure.rank)}: {failure.message}")
         error.add_note(failure.details)
         return error
-
-    def _wait_for(
-        self,
-        kind: type[Loaded] | type[Ready],
-        on_progress: Callable[[Loading], None],
-        check: Callable[[], None],
-    ) -> list[Loaded]:
-        """One message of this kind from every rank, in rank order."""
-        got: dict[int, FromRank] = {}
-        # Seconds waited for nothing. What a wait took longer, nobody ran.
-        quiet_s = 0.0
-        while len(got) < len(self._processes):
-            check()
-            began = time.monotonic()
-            messages = self._receive(_START_LOOK)
-            quiet_s = 0.0 if messages else quiet_s + min(_START_LOOK, time.monotonic() - began)
-            for message in messages:
-                if isinstance(message, Loading):
-                    on_progress(message)
-                elif isinstance(message, kind):
-                    got[message.rank] = message
-                else:
-                    raise StartError(f"unexpected {type(message).__name__} while starting")
-            if quiet_s > _START_DEADLINE:
-                missing = [rank.name for rank in self._processes if rank.number not in got]
-                raise StartError(
-                    f"{' and '.join(missing)} showed no progress for {_START_DEADLINE:g} s while "
-                    "starting"
-                )
-        return [m for _, m in sorted(got.items()) if isinstance(m, Loaded)]
 
 
 _started: "weakref.WeakSet[RankProcesses]" = weakref.WeakSet()
@@ -379,18 +410,6 @@ def _leave_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-def _how_it_ended(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    return f"was killed by signal {-code} ({signal.strsignal(-code)})"
-
-
-def _last_line(rank: _Rank) -> str:
-    """What the process wrote last, such as the loader's word on a missing library."""
-    lines = rank.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return f": {lines[-1]}" if lines else ""
 
 
 def bind_master(address: str, port: int) -> socket.socket:

@@ -67,6 +67,15 @@ class Meeting:
             store, self._rank, self._ranks, device, timeout_s, self._emulation
         )
 
+    def give_up(self) -> None:
+        """Leave all edges at once, whatever travels on them. Those of torch.distributed stay: their
+        process ends next."""
+        for door in self._doors.values():
+            door.close()
+        for link in self._own:
+            link.give_up()
+            link.close()
+
     def close(self) -> None:
         """Leave all edges. What was sent on links of Headrace's own is still received."""
         for door in self._doors.values():

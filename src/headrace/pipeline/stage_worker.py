@@ -12,6 +12,7 @@ import torch
 import zmq
 
 from headrace.errors import HeadraceError, PipelineError
+from headrace.execution.executor import Executor
 from headrace.execution.load import load_model, stage_executor
 from headrace.execution.model_executor import cache_bytes_per_block
 from headrace.kernels.path import choose_path, path_name
@@ -23,7 +24,7 @@ from headrace.pipeline.links import Link, LinkError
 from headrace.pipeline.rendezvous import Meeting
 from headrace.pipeline.stage_loop import StageRole, stage_loop
 from headrace.pipeline.timeline import RankTimeline
-from headrace.pipeline.watch import answer_when_asked
+from headrace.pipeline.watch import Watch, answer_when_asked
 from headrace.protocol import codec
 from headrace.protocol.messages import (
     CacheConfig,
@@ -31,12 +32,21 @@ from headrace.protocol.messages import (
     FromRank,
     Loaded,
     Loading,
+    NewEpoch,
     RankConfig,
     Ready,
     Stop,
     ToRank,
 )
 from headrace.protocol.plan import Plan
+
+
+class EpochOver(Exception):
+    """The engine has begun another epoch, in the middle of this one."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(epoch)
+        self.epoch = epoch
 
 
 class ControlSocket:
@@ -57,7 +67,8 @@ class ControlSocket:
         return codec.decode_to_rank(self._socket.recv())
 
     def take_plans(self, wait: bool) -> list[Plan | Stop]:
-        """All plans that have arrived; wait: block until there is one."""
+        """All plans that have arrived; wait: block until there is one. Raises EpochOver when the
+        engine begins another epoch."""
         messages: list[Plan | Stop] = []
         if wait:
             self._socket.poll()
@@ -66,9 +77,30 @@ class ControlSocket:
                 message = codec.decode_to_rank(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return messages
+            if isinstance(message, NewEpoch):
+                raise EpochOver(message.epoch)
             if not isinstance(message, Plan | Stop):
                 raise PipelineError(f"unexpected {type(message).__name__} among the plans")
             messages.append(message)
+
+    def next_epoch(self) -> int | None:
+        """Wait for the engine to begin another epoch, whatever it sends until then; None if it
+        orders the end."""
+        while True:
+            match self.receive():
+                case NewEpoch(epoch):
+                    return epoch
+                case Stop():
+                    return None
+
+    def cache_config(self) -> CacheConfig:
+        """The cache's size, which comes next in this epoch. Raises EpochOver if none comes."""
+        message = self.receive()
+        if isinstance(message, NewEpoch):
+            raise EpochOver(message.epoch)
+        if not isinstance(message, CacheConfig):
+            raise PipelineError(f"expected the cache's size, got {type(message).__name__}")
+        return message
 
     def close(self) -> None:
         """Close; what is queued is delivered for up to two seconds, until the context ends."""
@@ -97,14 +129,12 @@ def drive(
 
 
 def run_stage(
-    config: RankConfig,
-    control: ControlSocket,
-    timeline: RankTimeline,
-    folder: Path,
-    cpus: set[int],
+    config: RankConfig, control: ControlSocket, watch: Watch, folder: Path, cpus: set[int]
 ) -> None:
-    """Load, meet the other stages, run the loop to its end on these cores. folder: the engine's."""
+    """Load, then run one epoch after the other on these cores, until the engine orders the end.
+    folder: the engine's."""
     device = torch.device("cpu")
+    cpus_at_start = os.sched_getaffinity(0)
     note = choose_path()
     model = load_model(
         config, device, lambda done: control.send(Loading(config.rank, "weights", done))
@@ -114,17 +144,53 @@ def run_stage(
     if model is not None:
         weights = model.weights.nbytes
         block = cache_bytes_per_block(config.program, config.block_size, model.dtype)
-    meeting = Meeting(config.rank, config.ranks, config.link_backend, folder, config.link_emulation)
-    control.send(Loaded(config.rank, weights, block, path_name(), note, meeting.listening))
-    cache = _receive_cache_config(control)
-    executor = stage_executor(config, model, cache.num_blocks, device)
-    store = Rendezvous(config.master_addr, config.master_port, config.store_fd)
-    links = meeting.connect(cache.peers, store, device, config.start_timeout)
-    control.send(Ready(config.rank))
+    executor: Executor | None = None
+    epoch: int | None = config.epoch
+    while epoch is not None:
+        # The threads of links, which are to come, go where they find room.
+        os.sched_setaffinity(0, cpus_at_start)
+        watch.timeline = RankTimeline(epoch, config.rank)
+        meeting = Meeting(
+            config.rank, config.ranks, config.link_backend, folder, config.link_emulation
+        )
+        try:
+            listening = meeting.listening
+            control.send(Loaded(epoch, config.rank, weights, block, path_name(), note, listening))
+            cache = control.cache_config()
+            if executor is None:
+                executor = stage_executor(config, model, cache.num_blocks, device)
+            else:
+                executor.forget()
+            store = Rendezvous(config.master_addr, config.master_port, config.store_fd)
+            links = meeting.connect(cache.peers, store, device, config.start_timeout)
+            control.send(Ready(epoch, config.rank))
+            _run_epoch(config, epoch, executor, control, links, watch.timeline, cpus)
+            meeting.close()
+            return
+        except EpochOver as over:
+            meeting.give_up()
+            epoch = over.epoch
+        except LinkError as error:
+            control.send(_failure(config, epoch, watch.timeline, error))
+            # Neighbours that wait for this rank learn of it.
+            meeting.give_up()
+            epoch = control.next_epoch()
+
+
+def _run_epoch(
+    config: RankConfig,
+    epoch: int,
+    executor: Executor,
+    control: ControlSocket,
+    links: dict[Channel, Link],
+    timeline: RankTimeline,
+    cpus: set[int],
+) -> None:
+    """Run the loop of one epoch to its end."""
     role = StageRole(
         rank=config.rank,
         ranks=config.ranks,
-        epoch=config.epoch,
+        epoch=epoch,
         window=config.window,
         max_rows=config.max_num_seqs,
         blocking_feedback=config.blocking_feedback,
@@ -141,14 +207,20 @@ def run_stage(
             timeline,
             config.link_timeout,
         )
-    meeting.close()
 
 
-def _receive_cache_config(control: ControlSocket) -> CacheConfig:
-    message = control.receive()
-    if not isinstance(message, CacheConfig):
-        raise PipelineError(f"expected the cache's size, got {type(message).__name__}")
-    return message
+def _failure(config: RankConfig, epoch: int, timeline: RankTimeline, error: Exception) -> Failure:
+    expected = isinstance(error, HeadraceError | LinkError)
+    message = str(error) if expected else f"internal error: {type(error).__name__}: {error}"
+    return Failure(
+        epoch=epoch,
+        rank=config.rank,
+        kind=type(error).__name__ if isinstance(error, HeadraceError) else "PipelineError",
+        message=" ".join(message.split()),
+        step=timeline.computes,
+        lost_peer=error.peer if isinstance(error, LinkError) else None,
+        details=traceback.format_exc(),
+    )
 
 
 def run(control_address: str, watch_address: str, cpus: set[int]) -> int:
@@ -162,21 +234,12 @@ def run(control_address: str, watch_address: str, cpus: set[int]) -> int:
     control = ControlSocket(control_address, context)
     config = control.receive()
     assert isinstance(config, RankConfig)
-    timeline = RankTimeline(config.epoch, config.rank)
-    answer_when_asked(context, watch_address, timeline)
+    watch = Watch(RankTimeline(config.epoch, config.rank))
+    answer_when_asked(context, watch_address, watch)
     try:
-        run_stage(config, control, timeline, folder, cpus)
+        run_stage(config, control, watch, folder, cpus)
     except Exception as error:
-        expected = isinstance(error, HeadraceError | LinkError)
-        message = str(error) if expected else f"internal error: {type(error).__name__}: {error}"
-        failure = Failure(
-            rank=config.rank,
-            kind=type(error).__name__ if isinstance(error, HeadraceError) else "PipelineError",
-            message=" ".join(message.split()),
-            lost_peer=error.peer if isinstance(error, LinkError) else None,
-            details=traceback.format_exc(),
-        )
-        control.send(failure)
+        control.send(_failure(config, watch.timeline.epoch, watch.timeline, error))
         control.close()
         context.term()
         # Not a return: a broken link's threads may hold the interpreter's exit back for ever.

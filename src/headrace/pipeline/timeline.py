@@ -37,7 +37,7 @@ class RankTimeline:
 
     def __init__(self, epoch: int, rank: int, memory: Callable[[], int] = peak_memory) -> None:
         self.rank = rank
-        self._epoch = epoch
+        self.epoch = epoch
         self._memory = memory
         self._ring: list[_Ended | None] = [None] * RING_SIZE
         self._count = 0
@@ -60,9 +60,15 @@ class RankTimeline:
         """The step that the stage is at, or whose plan it waits for."""
         return self._step
 
+    @property
+    def computes(self) -> int | None:
+        """The step that the stage computes at the moment, if it does."""
+        going = self._going
+        return going[1] if going is not None and going[0] in ("forward", "sample") else None
+
     def planned(self, plan: Plan) -> None:
         """The stage was given the next plan; one of another epoch is none."""
-        if plan.epoch == self._epoch:
+        if plan.epoch == self.epoch:
             self._microbatches.append(plan.microbatch)
 
     def begin(self, kind: ActivityKind, of: int, at: float) -> None:
@@ -104,7 +110,7 @@ class RankTimeline:
             self._peak_memory = self._memory()
         seconds = self._seconds.get
         report = Report(
-            epoch=self._epoch,
+            epoch=self.epoch,
             step=self._step,
             rank=self.rank,
             began=at if self._began is None else self._began,

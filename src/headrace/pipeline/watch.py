@@ -8,6 +8,7 @@ interpreter run.
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import zmq
 
@@ -16,22 +17,29 @@ from headrace.protocol import codec
 from headrace.protocol.messages import Activity, ShowTimeline, Timeline
 
 
+@dataclass
+class Watch:
+    """What a rank shows: the time line of the epoch that it is in."""
+
+    timeline: RankTimeline
+
+
 def answer_when_asked(
-    context: "zmq.Context[zmq.Socket[bytes]]", address: str, timeline: RankTimeline
+    context: "zmq.Context[zmq.Socket[bytes]]", address: str, watch: Watch
 ) -> None:
-    """In a stage: show its time line to whoever asks at the address, until the context ends."""
+    """In a rank: show its time line to whoever asks at the address, until the context ends."""
     socket = context.socket(zmq.REP)
     socket.setsockopt(zmq.LINGER, 0)
     socket.bind(address)
-    threading.Thread(target=_answer, args=(socket, timeline), name="watch", daemon=True).start()
+    threading.Thread(target=_answer, args=(socket, watch), name="watch", daemon=True).start()
 
 
-def _answer(socket: "zmq.Socket[bytes]", timeline: RankTimeline) -> None:
+def _answer(socket: "zmq.Socket[bytes]", watch: Watch) -> None:
     try:
         while True:
             message = codec.decode_to_rank(socket.recv())
             assert isinstance(message, ShowTimeline)
-            socket.send(codec.encode(timeline.show(message.last, time.monotonic())))
+            socket.send(codec.encode(watch.timeline.show(message.last, time.monotonic())))
     except zmq.ContextTerminated:
         pass
     finally:

@@ -93,6 +93,16 @@ class CacheConfig(msgspec.Struct, tag="cache_config", array_like=True, frozen=Tr
     peers: list[EdgeAddress]
 
 
+class NewEpoch(msgspec.Struct, tag="new_epoch", array_like=True, frozen=True):
+    """To a rank that lives on when the pipeline is built anew: the epoch before is over.
+
+    Weights and the cache's memory stay. Links, plans and everything about sequences are void; the
+    next message from the rank that counts is Loaded.
+    """
+
+    epoch: int
+
+
 class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     """Last message of an epoch: finish the plans held, drain the links, exit."""
 
@@ -114,6 +124,7 @@ class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
     listening: where it waits for those that send to it, with links of Headrace's own.
     """
 
+    epoch: int
     rank: int
     weight_bytes: int
     cache_bytes_per_block: int
@@ -125,6 +136,7 @@ class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
 class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     """A stage has its cache and its links, and waits for plans."""
 
+    epoch: int
     rank: int
 
 
@@ -224,16 +236,19 @@ class Timeline(msgspec.Struct, tag="timeline", array_like=True, frozen=True):
 class Failure(msgspec.Struct, tag="failure", array_like=True, frozen=True):
     """A stage gives up.
 
-    kind is the name of the error's class in headrace.errors. lost_peer is the rank that vanished
+    kind is the name of the error's class in headrace.errors. step: that which it was computing, if
+    it was. lost_peer is the rank that vanished
     or did not do its part, and so is more likely at fault; None if the fault is this stage's own.
     """
 
+    epoch: int
     rank: int
     kind: str
     message: str
+    step: int | None
     lost_peer: int | None
     details: str
 
 
-ToRank = RankConfig | CacheConfig | Plan | Stop | ShowTimeline
+ToRank = RankConfig | CacheConfig | NewEpoch | Plan | Stop | ShowTimeline
 FromRank = Loading | Loaded | Ready | Result | Report | Failure | Timeline

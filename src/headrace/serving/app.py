@@ -25,6 +25,7 @@ from headrace.serving.responses import (
     ChatChunk,
     Completion,
     Detokenized,
+    Health,
     Model,
     ModelList,
     Tokenized,
@@ -37,7 +38,7 @@ _BODY_ERRORS = (400, 401, 404, 408, 413, 415, 503)
 _GENERATION_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 _TYPES = [
     CompletionBody, Completion, ChatBody, Chat, ChatChunk, TokenizeBody, Tokenized, DetokenizeBody,
-    Detokenized, Model, ModelList, Version,
+    Detokenized, Health, Model, ModelList, Version,
 ]  # fmt: skip
 
 
@@ -76,11 +77,12 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     settings = service.settings
     bodies = Bodies(settings)
 
-    @app.get("/health", **describe(None, errors=(503,)))
+    @app.get("/health", **describe(Health, errors=(503,)))
     async def health() -> Response:
-        """200 once requests can be answered, and no longer when the server drains."""
-        service.ready()
-        return Response()
+        """200 once requests are taken, and no longer when the server drains. Also while stages are
+        started anew: what comes then is answered when they are there."""
+        cause = service.ready().recovery.cause
+        return _json(Health("ok") if cause is None else Health("recovering", cause))
 
     @app.get("/version", **describe(Version))
     async def version() -> Response:

@@ -97,6 +97,8 @@ class Choices:
 
 
 def finish_reason(reason: EngineFinishReason | None) -> FinishReason | None:
-    """As the API has it. Aborted completions are not shown: a Generation raises for them."""
+    """As the API has it. Completions that were aborted or ended by an error are not shown: a
+    Generation raises for them."""
     assert reason != "abort"
+    assert reason != "error"
     return reason

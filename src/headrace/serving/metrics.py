@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from headrace.deployment.model_card import ModelCard
+from headrace.deployment.recovery import RecoveryStatus
 from headrace.engine.snapshot import EngineSnapshot
 from headrace.sampling_params import SamplingParams
 from headrace.serving.metrics_engine import EngineState
@@ -29,10 +30,15 @@ class ServerMetrics:
         self._engine = EngineState(model_name, clock)
         self._registry.register(self._engine)
 
-    def attach(self, card: ModelCard, snapshot: Callable[[], EngineSnapshot]) -> None:
-        """Show the engine's state from now on, also when it has ended. snapshot: gives its
+    def attach(
+        self,
+        card: ModelCard,
+        snapshot: Callable[[], EngineSnapshot],
+        recovery: Callable[[], RecoveryStatus] = RecoveryStatus,
+    ) -> None:
+        """Show the engine's state from now on, also when it has ended. snapshot, recovery: give its
         newest."""
-        self._engine.attach(card, snapshot)
+        self._engine.attach(card, snapshot, recovery)
 
     def begin(self, prompt_tokens: int, params: SamplingParams) -> RequestWatch:
         """Watch a request that is given to the engine; its prompt has so many tokens."""

@@ -4,6 +4,7 @@ The engine runs in another thread, whose newest snapshot is shown: it is made be
 the stages, so all figures are of the same moment.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, NamedTuple, TypeVar
@@ -13,6 +14,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from headrace.deployment.model_card import ModelCard
+from headrace.deployment.recovery import RecoveryStatus
 from headrace.engine.rank_usage import RankUsage
 from headrace.engine.snapshot import EngineSnapshot
 from headrace.protocol.ranks import Ranks
@@ -106,6 +108,21 @@ _FIGURES: list[_Figure[EngineSnapshot]] = [
     ),
 ]
 
+_RECOVERY_FIGURES: list[_Figure[RecoveryStatus]] = [
+    _Figure(
+        CounterMetricFamily,
+        "restarts",
+        "How often stages were started anew after a fault.",
+        lambda status: status.restarts,
+    ),
+    _Figure(
+        CounterMetricFamily,
+        "recovery_seconds",
+        "Time in which nothing was computed because stages were started anew.",
+        lambda status: status.seconds_at(time.monotonic()),
+    ),
+]
+
 _RANK_FIGURES: list[_Figure[RankUsage]] = [
     _Figure(
         CounterMetricFamily,
@@ -139,6 +156,7 @@ class _Shown(NamedTuple):
 
     card: ModelCard
     snapshot: Callable[[], EngineSnapshot]
+    recovery: Callable[[], RecoveryStatus]
 
 
 class EngineState(Collector):
@@ -151,9 +169,14 @@ class EngineState(Collector):
         # Moments and each rank's busy seconds by then.
         self._samples: deque[tuple[float, list[float]]] = deque()
 
-    def attach(self, card: ModelCard, snapshot: Callable[[], EngineSnapshot]) -> None:
-        """Show this engine from now on. snapshot: gives its newest."""
-        engine = _Shown(card, snapshot)
+    def attach(
+        self,
+        card: ModelCard,
+        snapshot: Callable[[], EngineSnapshot],
+        recovery: Callable[[], RecoveryStatus],
+    ) -> None:
+        """Show this engine from now on. snapshot, recovery: give its newest."""
+        engine = _Shown(card, snapshot, recovery)
         # First: another thread may collect at this very moment.
         self._sample(engine)
         self._engine = engine
@@ -174,13 +197,11 @@ class EngineState(Collector):
         if self._engine is None:
             return
         now, ranks = self._engine.snapshot(), self._engine.card.ranks
-        model = [self._model_name]
         for figure in _FIGURES:
-            family = figure.family(
-                f"headrace:{figure.name}", figure.documentation, labels=["model_name"]
-            )
-            family.add_metric(model, figure.value(now))
-            yield family
+            yield self._figure(figure, now)
+        recovery = self._engine.recovery()
+        for of_recovery in _RECOVERY_FIGURES:
+            yield self._figure(of_recovery, recovery)
         for of_rank in _RANK_FIGURES:
             family = of_rank.family(
                 f"headrace:{of_rank.name}", of_rank.documentation, labels=_RANK_LABELS
@@ -195,6 +216,13 @@ class EngineState(Collector):
         self._add_by_rank(fractions, ranks, self._busy_fractions(ranks.count))
         yield fractions
         yield self._cache_config(self._engine.card)
+
+    def _figure(self, figure: _Figure[_Source], source: _Source) -> Metric:
+        family = figure.family(
+            f"headrace:{figure.name}", figure.documentation, labels=["model_name"]
+        )
+        family.add_metric([self._model_name], figure.value(source))
+        return family
 
     def _add_by_rank(
         self,

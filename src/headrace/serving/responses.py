@@ -190,6 +190,13 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
+class Health(msgspec.Struct, omit_defaults=True):
+    """Answer of /health. cause: why stages are started anew, while they are."""
+
+    status: Literal["ok", "recovering"]
+    cause: str | None = None
+
+
 class Version(msgspec.Struct):
     """Answer of /version."""
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from headrace.async_llm import AsyncLLM
 from headrace.engine.outputs import OutputDelta
@@ -55,7 +56,7 @@ class Service:
         """The engine has loaded: requests are let in."""
         self.engine = engine
         self._longest_token = engine.tokenizer.longest_token
-        self.metrics.attach(engine.card, lambda: engine.snapshot)
+        self.metrics.attach(engine.card, lambda: engine.snapshot, lambda: engine.recovery)
 
     def ready(self) -> AsyncLLM:
         """The engine. Raises ApiError while it loads, when it is broken and when it drains."""
@@ -69,8 +70,20 @@ class Service:
         if self.engine is None:
             raise ApiError(503, "the model is still loading: try again in a moment")
         if self.engine.error is not None:
-            raise ApiError(503, f"the engine has ended: {self.engine.error}")
+            raise self._ended(self.engine.error)
         return self.engine
+
+    def told(
+        self, error: HeadraceError, fields: Mapping[str, str] = MappingProxyType({})
+    ) -> ApiError:
+        """How a client is told of an error of the engine's, which may be that it has ended. fields:
+        as in as_api_error()."""
+        if self.engine is not None and self.engine.error is not None:
+            return self._ended(self.engine.error)
+        return as_api_error(error, fields)
+
+    def _ended(self, reason: HeadraceError) -> ApiError:
+        return ApiError(503, f"the engine has ended: {reason}")
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError for a model that is not served; None or no name mean the one that is."""
@@ -158,7 +171,7 @@ class Service:
         except BaseException as error:
             generation.refuse()
             if isinstance(error, HeadraceError):
-                raise as_api_error(error, fields) from error
+                raise self.told(error, fields) from error
             raise
         generation.attach(submission)
         return generation
@@ -228,12 +241,15 @@ class Generation:
                     raise self._ended_by or ApiError(
                         503, "the server is shutting down: the answer was cut"
                     )
+                for delta in deltas:
+                    if delta.finish_reason == "error":
+                        raise ApiError(500, str(delta.stop_reason))
                 yield number, deltas
                 # Reports are shown to each choice.
                 kept = content_bytes(deltas) if self._keeps else 0
                 self.held.add(kept - delta_bytes(deltas) - content_bytes(deltas))
         except HeadraceError as error:
-            raise as_api_error(error) from error
+            raise self._service.told(error) from error
 
     def close(self) -> None:
         """End what still runs; may be called again."""

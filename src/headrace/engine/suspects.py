@@ -1,0 +1,75 @@
+"""Which request ends a stage whenever it runs: those that may be it run apart, one at a time.
+
+When a stage dies, whatever it was computing may be why. An innocent request gets past that point
+when it is computed again; one that is to blame does not. While suspects run apart nothing else is
+computed, so at the second death there is one request that it can be.
+
+Each death weighs on what was computed. One of the stage's own doing (an exception, a segmentation
+fault, a step that never ends) weighs so much that its suspects run apart at once, and the second
+one tells. A process that was killed or stopped by somebody else says little about the request: two
+such deaths in a row, at the same point, have it run apart, and two more there tell.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from headrace.engine.request import Sequence
+
+_OWN, _OUTSIDE = 2, 1
+_APART, _BLAMED = 2, 4
+
+
+@dataclass
+class _Mark:
+    """weight: of the deaths at this point. outputs: by completion, how many tokens it had or was
+    about to have then; with one more it is past the point."""
+
+    weight: int = 0
+    outputs: dict[int, int] = field(default_factory=dict)
+
+
+class Suspects:
+    """Requests that a stage may have died of, until they are past the point where it did."""
+
+    def __init__(self) -> None:
+        self._marks: dict[int, _Mark] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._marks)
+
+    @property
+    def apart(self) -> int | None:
+        """The request that is to run with no other beside it: the most suspicious one, if any is so
+        suspicious."""
+        number = max(self._marks, key=lambda n: self._marks[n].weight, default=None)
+        return number if number is not None and self._marks[number].weight >= _APART else None
+
+    def died(self, computed: Iterable[Sequence], *, outside: bool) -> int | None:
+        """A stage died, and may have been computing rows of these: the request that is to blame, if
+        that is certain. outside: its process was ended by somebody else."""
+        computed = list(computed)
+        requests = {sequence.request.id for sequence in computed}
+        for number in requests:
+            self._marks.setdefault(number, _Mark()).weight += _OUTSIDE if outside else _OWN
+        for sequence in computed:
+            run, outputs_had = sequence.run, len(sequence.outputs)
+            due = outputs_had + sequence.in_flight
+            if run is not None:
+                due = max(outputs_had, run.planned_positions - len(sequence.request.prompt))
+            outputs = self._marks[sequence.request.id].outputs
+            outputs[sequence.index] = max(due, outputs.get(sequence.index, 0))
+        if len(requests) == 1:
+            (only,) = requests
+            if self._marks[only].weight >= _BLAMED:
+                return only
+        return None
+
+    def got_on(self, sequence: Sequence) -> None:
+        """A token of the sequence was accepted, or it ended: it may be past the point."""
+        mark = self._marks.get(sequence.request.id)
+        if mark is None or sequence.index not in mark.outputs:
+            return
+        if sequence.finished or len(sequence.outputs) > mark.outputs[sequence.index]:
+            del mark.outputs[sequence.index]
+            if not mark.outputs:
+                del self._marks[sequence.request.id]
