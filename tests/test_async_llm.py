@@ -287,7 +287,7 @@ def test_closing_ends_running_requests_and_refuses_new_ones(model: str) -> None:
 
 def test_a_dead_stage_ends_every_stream_with_its_error(model: str) -> None:
     async def run() -> None:
-        with AsyncLLM(model, pipeline_parallel_size=2, max_num_seqs=4) as engine:
+        with AsyncLLM(model, pipeline_parallel_size=2, max_num_seqs=4, max_restarts=0) as engine:
             streams = [engine.generate(prompt, ENDLESS) for prompt in PROMPTS]
             for stream in streams:
                 await anext(stream)

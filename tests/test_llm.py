@@ -156,14 +156,12 @@ def test_a_dead_stage_is_blamed_even_if_its_neighbours_are_heard_first(
     tmp_path: Path, victim: int
 ) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
-    with LLM(str(model), pipeline_parallel_size=4) as llm:
+    with LLM(str(model), pipeline_parallel_size=4, max_restarts=0) as llm:
         deltas = llm.stream("x", SamplingParams(max_tokens=100, ignore_eos=True))
         next(deltas)
         stages = [stage.process for stage in llm._running.processes._processes]
         stages[victim].kill()
-        # The others notice, and end before anybody looks.
-        for neighbour in (stages[victim - 1], stages[victim + 1]):
-            neighbour.wait(60.0)
+        stages[victim].wait(60.0)
         with pytest.raises(PipelineError, match=f"stage {victim} .* was killed by signal 9"):
             list(deltas)
 

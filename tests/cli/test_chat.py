@@ -56,7 +56,7 @@ def test_each_line_of_a_pipe_is_a_turn_and_only_answers_go_to_standard_output(
 
 def test_ctrl_c_stops_the_answer_and_never_the_program(model: str, tmp_path: Path) -> None:
     saved = tmp_path / "said.json"
-    with Terminal("--model", model, *TINY) as terminal:
+    with Terminal("--model", model, *TINY, "--max-restarts", "0") as terminal:
         terminal.see("> ")
         terminal.type("hello\n")
         terminal.see_answer()

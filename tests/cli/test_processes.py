@@ -155,7 +155,8 @@ def killed() -> Iterator[list[Killed]]:
         folders = [
             Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hr-"))) for _ in VICTIMS
         ]
-        commands = [stack.enter_context(start(3, folder, SLEEPING)) for folder in folders]
+        model = [*SLEEPING, "--max-restarts", "0"]
+        commands = [stack.enter_context(start(3, folder, model)) for folder in folders]
         for command in commands:
             wait_for_text(command)
         yield [

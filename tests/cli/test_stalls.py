@@ -52,6 +52,7 @@ def start(folder: Path) -> Command:
     arguments = [
         "generate", "--model", "synthetic:20+1", "-pp", str(STAGES), "--prompt", "w1",
         "--max-tokens", "2000", "--temperature", "0", "--ignore-eos", "--stall-timeout", "2",
+        "--max-restarts", "0",
     ]  # fmt: skip
     return Command(arguments, environment={"TMPDIR": str(folder)})
 

@@ -233,15 +233,16 @@ def test_a_request_has_its_time() -> None:
 
 
 def test_a_stage_that_dies_ends_everything() -> None:
-    with running_server(*MODEL, "-pp", "2") as server:
+    with running_server(*MODEL, "-pp", "2", "--max-restarts", "0") as server:
         body = {"prompt": "w1", "max_tokens": 4000}
         with streaming(server) as events, ThreadPoolExecutor(1) as pool:
             whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60.0)
             wait_for(server.url, num_requests_running=2.0)
             os.kill(server.command.stages()[1], signal.SIGKILL)
             error = error_and_end(events)
-            assert (error["type"], error["message"][:7]) == ("server_error", "stage 1")
-            assert whole.result().status_code == 500
+            assert error["type"] == "service_unavailable_error"
+            assert error["message"].startswith("the engine has ended: stage 1")
+            assert whole.result().status_code == 503
         code, _, log = end_of(server)
         assert code == 1
         assert log.startswith("headrace: stage 1 ")
@@ -249,7 +250,7 @@ def test_a_stage_that_dies_ends_everything() -> None:
 
 
 def test_a_stage_that_dies_while_nothing_runs_is_noticed() -> None:
-    with running_server(*MODEL) as server:
+    with running_server(*MODEL, "--max-restarts", "0") as server:
         os.kill(server.command.stages()[0], signal.SIGKILL)
         code, _, log = end_of(server)
         assert code == 1
@@ -257,14 +258,65 @@ def test_a_stage_that_dies_while_nothing_runs_is_noticed() -> None:
 
 
 def test_a_stage_that_stands_still_ends_everything_and_says_so() -> None:
-    with running_server(*MODEL, "--stall-timeout", "1") as server:
+    with running_server(*MODEL, "--stall-timeout", "1", "--max-restarts", "0") as server:
         with streaming(server) as events:
             os.kill(server.command.stages()[0], signal.SIGSTOP)
             error = error_and_end(events)
-        assert error["type"] == "server_error"
+        assert error["type"] == "service_unavailable_error"
         assert server.command.process.wait(30.0) == 1
         assert server.command.processes() == []
         server.reader.join(30.0)
         lines = [line for line in server.log if line.startswith("headrace: ")]
         assert len(lines) == 1
-        assert error["message"] in lines[0]
+        assert error["message"].removeprefix("the engine has ended: ") in lines[0]
+
+
+def test_a_stage_that_dies_pauses_streams_which_then_go_on_and_whoever_comes_meanwhile_waits() -> (
+    None
+):
+    with running_server(*MODEL, "-pp", "2") as server, httpx.Client(base_url=server.url) as client:
+        with streaming(server, max_tokens=400) as events, ThreadPoolExecutor(1) as pool:
+            first, second = server.command.stages()
+            os.kill(second, signal.SIGKILL)
+            wait_until(lambda: scrape(server.url)["restarts_total"] == 1.0)
+            body = {"prompt": "w1", "max_tokens": 30}
+            whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60.0)
+            *rest, done = events
+            reasons = [choice["finish_reason"] for e in rest for choice in e["choices"]]
+            assert (reasons.count("length"), done) == (1, "[DONE]")
+            assert whole.result().json()["usage"]["completion_tokens"] == 30
+        assert client.get("/health").json() == {"status": "ok"}
+        assert scrape(server.url)["recovery_seconds_total"] > 0
+        assert any("restart 1 of 10" in line for line in server.log)
+        now = server.command.stages()
+        assert now[0] == first
+        assert now[1] != second
+
+
+def test_health_tells_while_the_pipeline_recovers() -> None:
+    with running_server(*MODEL, "-pp", "2") as server, httpx.Client(base_url=server.url) as client:
+        first, second = server.command.stages()
+        # It lives, but takes no note of the new epoch until it is replaced.
+        os.kill(first, signal.SIGSTOP)
+        os.kill(second, signal.SIGKILL)
+        wait_until(lambda: client.get("/health").json()["status"] == "recovering")
+        assert "killed by signal 9" in client.get("/health").json()["cause"]
+        wait_until(lambda: client.get("/health").json()["status"] == "ok")
+        answer = client.post("/v1/completions", json={"prompt": "w1", "max_tokens": 3})
+        assert answer.status_code == 200
+
+
+def test_beyond_the_limit_the_last_line_says_that_it_gave_up() -> None:
+    with running_server(*MODEL, "-pp", "2", "--max-restarts", "1") as server:
+        with streaming(server) as events:
+            for count in (1, 2):
+                os.kill(server.command.stages()[1], signal.SIGKILL)
+                if count == 1:
+                    wait_until(lambda: scrape(server.url)["restarts_total"] == 1.0)
+                    wait_until(lambda: httpx.get(f"{server.url}/health").json() == {"status": "ok"})
+            error = error_and_end(events)
+        assert error["type"] == "service_unavailable_error"
+        code, _, log = end_of(server)
+        assert code == 1
+        assert log.startswith("headrace: stage 1 ")
+        assert "gave up after 1 restarts in 600 s (--max-restarts)" in log
