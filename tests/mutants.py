@@ -282,6 +282,32 @@ MUTANTS = [
         "engine.scheduler:Scheduler.new_epoch",
         ("sequence.in_flight = 0", "sequence.in_flight = 0\n        sequence.outputs.clear()"),
     ),
+    _mutant(
+        "rank that lives on keeps the slots of the lost epoch",
+        "execution.model_executor:ModelExecutor.forget",
+        ("self._slots.clear()", "pass"),
+    ),
+    _mutant(
+        "rank that lives on keeps the positions of the lost epoch",
+        "execution.model_executor:ModelExecutor.forget",
+        ("self._next_positions.fill(-1)\n    self._slots.clear()", "pass"),
+    ),
+    _mutant(
+        "rank that lives on keeps the rules of the lost epoch",
+        "execution.model_executor:ModelExecutor.forget",
+        ("self._rules.clear()", "pass"),
+    ),
+    _mutant(
+        "suspects run together after a stage died of one",
+        "engine.engine:Engine._run_apart",
+        ("request_id == self._apart", "True"),
+    ),
+    _mutant(
+        "whatever ran when a stage died blamed",
+        "engine.suspects:Suspects.died",
+        ("if len(requests) == 1:\n        (only,) = requests", "for only in requests:"),
+        ("self._marks[only].weight >= _BLAMED", "self._marks[only].weight >= _APART"),
+    ),
 ]
 
 

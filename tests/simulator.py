@@ -23,6 +23,7 @@ from headrace.engine.pace import Pace
 from headrace.engine.scheduler import Scheduler
 from headrace.errors import PipelineError
 from headrace.execution.model_executor import ModelExecutor
+from headrace.protocol.fault import RankFault
 from headrace.protocol.plan import Plan
 from headrace.protocol.ranks import Ranks
 from headrace.sampling_params import SamplingParams
@@ -67,8 +68,30 @@ class Request:
             self.prompt_logprobs.append(entry.ids[0])
 
 
+class Poisoned(Exception):
+    """A rank raised because of a request that it computed. step: which that was, if it told."""
+
+    def __init__(self, rank: int, step: int | None) -> None:
+        super().__init__(f"rank {rank} raised")
+        self.rank, self.step = rank, step
+
+
 class _Executor(ModelExecutor):
-    """One that is told how tokens are chosen if it chooses them, and nothing of it otherwise."""
+    """One that is told how tokens are chosen if it chooses them, and nothing of it otherwise.
+
+    poison: a prompt that it cannot compute beyond its first so many positions; what it raises then.
+    """
+
+    poison: tuple[list[int], int, Callable[[int], Exception]] | None = None
+
+    def forward(self, plan: Plan, inputs: torch.Tensor) -> torch.Tensor:
+        if self.poison is not None:
+            prompt, positions, raised = self.poison
+            for row in plan.rows:
+                beyond = self._next_positions[row.slot] + len(row.inputs) > positions
+                if beyond and self._slots[row.slot].admission.prompt == prompt:
+                    raise raised(plan.step)
+        return super().forward(plan, inputs)
 
     def begin(self, plan: Plan) -> None:
         told = plan.rules or plan.dropped or any(a.sampling or a.rules for a in plan.admitted)
@@ -108,7 +131,10 @@ class Simulation:
         config = self._config()
         self._shares = stage_shares([rng.choice([1, 1, 2]) for _ in range(self.num_stages)])
         self.reached: Counter[str] = Counter()
-        self.stages = self._stages(config, rng, epoch=0)
+        self._draw_poison()
+        self._victims: list[int] = []
+        self._deaths = 0
+        self.stages = self._stages(config, rng, epoch=0, living={})
         stray = rng.random() < 0.3
         self._stray = lambda: stray and rng.random() < 0.1
         self.pipeline = self._watched(epoch=0)
@@ -150,9 +176,7 @@ class Simulation:
                 self.reached["the engine slept"] += 1
                 pause += 2 * _DEADLINE_S
             if pause:
-                until = self.clock.now + pause
-                while self.clock.run_next(until):
-                    pass
+                self._let_pass(pause)
             seen = len(self.pipeline.plans), self.pipeline.messages
             groups = self.engine.scheduler.num_microbatches
             try:
@@ -160,7 +184,10 @@ class Simulation:
             except PipelineError:
                 if not self.stages.killed:
                     raise
-                self._restart()
+                self._restart([])
+                continue
+            except Poisoned as error:
+                self._end_by_poison(error)
                 continue
             self.reached["change by the tuner"] += groups != self.engine.scheduler.num_microbatches
             turn += 1
@@ -199,7 +226,14 @@ class Simulation:
             prefill_policy=rng.choice(["even", "budget"]),
         )
 
-    def _stages(self, config: SchedulerConfig, rng: random.Random, epoch: int) -> VirtualStages:
+    def _stages(
+        self,
+        config: SchedulerConfig,
+        rng: random.Random,
+        epoch: int,
+        living: dict[int, _Executor],
+    ) -> VirtualStages:
+        """living: by rank, what computes on those that live on."""
         link_delay, socket_delay, compute = (self._times(rng) for _ in range(3))
         hold_up = self._times(rng, mostly_none=True)
         slow = [rng.choice([1.0, 1.0, 1.0, 8.0]) for _ in range(self.num_stages)]
@@ -222,7 +256,8 @@ class Simulation:
             bytes_per_s=rng.choice([None, 1e4]),
         )
         self._executors = [
-            executor(
+            living.get(rank)
+            or executor(
                 model=ToyModel(share),
                 max_num_seqs=config.max_num_seqs,
                 num_blocks=config.num_blocks,
@@ -230,8 +265,10 @@ class Simulation:
                 max_blocks=-(-MAX_MODEL_LEN // config.block_size),
                 device=torch.device("cpu"),
             )
-            for share in self._shares
+            for rank, share in enumerate(self._shares)
         ]
+        for rank, own in enumerate(self._executors):
+            own.poison = self._poison_of(rank)
         return VirtualStages(
             self.clock,
             network,
@@ -359,10 +396,18 @@ class Simulation:
     def _kill(self) -> None:
         if self.stages.killed:
             # Nobody has noticed the last time yet.
-            self._restart()
-        self.stages.kill()
+            self._restart([])
+        rng, ranks = self._kill_rng, range(self.num_stages)
+        self._victims = list(ranks) if rng.random() < 0.4 else [rng.choice(ranks)]
+        self.reached["one rank of several lost"] += len(self._victims) < self.num_stages
+        if len(self._victims) == self.num_stages:
+            self.stages.kill()
+            return
+        self.stages.kill(*self._victims)
+        # The others go on until somebody notices.
+        self._let_pass(rng.choice([0.0, 1.0, 3.0]) * _SCALE_S)
 
-    def _restart(self) -> None:
+    def _restart(self, faults: list[RankFault]) -> None:
         """What whoever runs an engine does about a pipeline that is gone."""
         scheduler = self.engine.scheduler
         self.reached["epoch lost"] += 1
@@ -370,9 +415,54 @@ class Simulation:
         self.reached["epoch lost with steps in flight"] += scheduler.steps_in_flight > 0
         self.plans += self.pipeline.plans
         epoch = self.pipeline.epoch + 1
-        killed, self.stages = self.stages, self._stages(scheduler.config, self._kill_rng, epoch)
+        self.stages.kill()
+        living = {
+            rank: own for rank, own in enumerate(self._executors) if rank not in self._victims
+        }
+        for own in living.values():
+            own.forget()
+        killed = self.stages
+        self.stages = self._stages(scheduler.config, self._kill_rng, epoch, living)
         self.pipeline = self._watched(epoch, killed)
+        self._take(self.engine.lose(faults))
         self.engine.restart(self.pipeline, epoch)
+
+    def _draw_poison(self) -> None:
+        """Of some seeds a request cannot be computed, or not beyond some position."""
+        rng = random.Random(f"poison {self.seed}")
+        self._poison: tuple[Request, int, int] | None = None
+        if rng.random() < 0.2:
+            request = rng.choice(self.requests)
+            alone = [other.prompt for other in self.requests].count(request.prompt) == 1
+            if alone:
+                position = rng.choice([0, 0, len(request.prompt) + rng.randint(0, 3)])
+                self._poison = request, rng.randrange(self.num_stages), position
+        self._poison_rng = rng
+
+    def _poison_of(self, rank: int) -> tuple[list[int], int, Callable[[int], Exception]] | None:
+        if self._poison is None or self._poison[1] != rank:
+            return None
+        request, _, position = self._poison
+        told = self._poison_rng.random() < 0.5
+        return request.prompt, position, lambda step: Poisoned(rank, step if told else None)
+
+    def _let_pass(self, seconds: float) -> None:
+        """Have time pass, without the engine."""
+        until = self.clock.now + seconds
+        try:
+            while self.clock.run_next(until):
+                pass
+        except Poisoned as error:
+            self._end_by_poison(error)
+
+    def _end_by_poison(self, error: Poisoned) -> None:
+        """A rank raised: it is gone, as if it had been killed, but for whose fault that is."""
+        self._deaths += 1
+        if self._deaths > 2:
+            raise SimulationError("a request was not found by its second death") from error
+        self.reached["a stage died of a request"] += 1
+        self._victims = [error.rank]
+        self._restart([RankFault(error.rank, error.step, outside=False)])
 
     def _take(self, deltas: list[OutputDelta]) -> None:
         by_id = {request.id: request for request in self.requests}
@@ -385,7 +475,8 @@ class Simulation:
         for request in self.requests:
             for index, output in enumerate(request.outputs):
                 self._check_output(request, index, output)
-            if request.params.prompt_logprobs is not None and not request.aborted:
+            ended_early = request.aborted or request.outputs[0].finish_reason == "error"
+            if request.params.prompt_logprobs is not None and not ended_early:
                 _equal("prompt logprobs", request.prompt_logprobs, request.prompt[1:])
         scheduler = self.engine.scheduler
         _equal("free blocks", scheduler.free_blocks, scheduler.config.num_blocks)
@@ -405,6 +496,11 @@ class Simulation:
         assert seed is not None
         layers = self._shares[-1].end_layer
         expected = expected_answer(request.prompt, layers, request.params, seed + index, eos)
+        poisoned = self._poison is not None and self._poison[0] is request
+        if output.finish_reason == "error":
+            _equal(name + "poison", poisoned, True)
+            self.reached["request blamed"] += 1
+            return
         if output.finish_reason == "abort":
             _equal(name + "aborted", request.aborted, True)
             had = expected.tokens[: len(output.token_ids)]

@@ -34,6 +34,9 @@ SITUATIONS = {
     "epoch lost before its first result",
     "epoch lost with steps in flight",
     "message of a lost epoch",
+    "one rank of several lost",
+    "a stage died of a request",
+    "request blamed",
 }
 
 

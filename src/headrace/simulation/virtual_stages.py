@@ -44,7 +44,7 @@ class VirtualStages:
     process is kept from going on, asked before everything that it does. link_timeout: seconds
     after which a wait for a transfer fails.
 
-    killed: whether the stages are gone. events: what happened last, (moment, who, what), the newest
+    killed: whether a rank is gone. events: what happened last, (moment, who, what), the newest
     last.
     """
 
@@ -69,6 +69,9 @@ class VirtualStages:
         self._epoch = epoch
         self._inbox: list[bytes] = []
         self.killed = False
+        self._network = network
+        # Why a rank that lives has given up.
+        self._failure: PipelineError | None = None
         self._heard_at = [0.0] * len(executors)
         self._ranks = ranks = Ranks(len(executors) // num_shards, num_shards)
         self._by_rank = [
@@ -82,6 +85,7 @@ class VirtualStages:
                 _Socket(clock, partial(socket_delay, n), partial(self._hear, n)),
                 link_timeout,
                 self.events,
+                partial(self._lose_link, n),
             )
             for n, executor in enumerate(executors)
         ]
@@ -105,14 +109,16 @@ class VirtualStages:
     def receive(self, timeout_s: float) -> list[Result | Report]:
         """Messages of this epoch that arrived, after up to timeout_s of virtual time for the first.
 
-        PipelineError if a transfer of a stage failed, or if nothing is left of stages that were
-        killed. A fault in a stage is raised as it is.
+        PipelineError if a transfer of a stage failed, or if a rank was killed and nothing is left
+        of what was sent. A fault in a stage is raised as it is.
         """
         if self.killed and not self._inbox:
-            raise PipelineError("the stages were killed")
+            raise PipelineError("stages were killed")
         until = self._clock.now + timeout_s
-        while not self._inbox and self._clock.run_next(until):
+        while not self._inbox and self._failure is None and self._clock.run_next(until):
             pass
+        if self._failure is not None:
+            raise self._failure
         messages: list[Result | Report] = []
         for data in self._inbox:
             message = codec.decode_from_rank(data)
@@ -135,17 +141,28 @@ class VirtualStages:
         for rank in range(self._ranks.count):
             self.send_to(rank, Stop(self._epoch))
         while not all(rank.done for rank in self._by_rank):
+            if self._failure is not None:
+                raise self._failure
             if not self._clock.run_next():
                 waiting = " and ".join(
                     self._ranks.name(n) for n, rank in enumerate(self._by_rank) if not rank.done
                 )
                 raise PipelineError(f"{waiting} was told to stop and does not")
 
-    def kill(self) -> None:
-        """All stages are gone at once; what they sent to the engine before still arrives."""
+    def kill(self, *ranks: int) -> None:
+        """These ranks, or all, are gone at once; what they sent to the engine before still arrives.
+        Others go on until they miss them."""
         self.killed = True
-        for rank in self._by_rank:
-            rank.killed = True
+        for number in ranks or range(self._ranks.count):
+            self._by_rank[number].killed = True
+        for number in ranks:
+            self._network.kill(number)
+
+    def _lose_link(self, rank: int, error: LinkError) -> None:
+        """A rank gives up because a link of its is lost; so its neighbours lose theirs."""
+        if self._failure is None:
+            self._failure = PipelineError(f"{self._ranks.name(rank)}: {error}")
+        self._network.kill(rank)
 
     def _hear(self, rank: int, data: bytes) -> None:
         self._heard_at[rank] = self._clock.now
@@ -185,6 +202,7 @@ class _Rank:
         to_engine: _Socket,
         link_timeout: float,
         events: deque[tuple[float, str, object]],
+        lose_link: Callable[[LinkError], None],
     ) -> None:
         self.timeline = RankTimeline(role.epoch, role.rank, memory=lambda: 0)
         self.done = self.killed = False
@@ -195,6 +213,7 @@ class _Rank:
         self._to_engine = to_engine
         self._link_timeout = link_timeout
         self._events = events
+        self._lose_link = lose_link
         self._name = role.ranks.name(role.rank)
         self._inbox: list[bytes] = []
         self._waits_for_plans = False
@@ -261,7 +280,8 @@ class _Rank:
                 if not self._due(effect):
                     return
         except LinkError as error:
-            raise PipelineError(f"{self._name}: {error}") from error
+            self._lose_link(error)
+            return
         self.done = True
 
     def _after_hold_up(self, effect: Effect) -> None:
