@@ -81,7 +81,10 @@ def test_ctrl_c_stops_the_answer_and_never_the_program(model: str, tmp_path: Pat
         stage.kill()
         # Another one takes its place.
         terminal.type("and now\n")
-        terminal.see("was killed by signal 9", "are there again")
+        terminal.see("was killed by signal 9", "are there again after")
+        terminal.type("\x03")
+        terminal.see("(stopped", "> ")
+        terminal.type("go on\n")
         terminal.see_answer()
         terminal.type("\x03")
         terminal.see("(stopped)", "> ")
