@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from faults import Faults, planted
 from headrace import LLM, AsyncLLM, SamplingParams
@@ -110,7 +111,7 @@ async def disturb(
 async def chaos(options: argparse.Namespace, model: str, faults: Faults) -> Report:
     """Run the load, and the faults beside it."""
     report, rng = Report(), random.Random(options.seed)
-    settings = {"dtype": "float32", "max_num_seqs": 64}
+    settings: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 64}
     with LLM(model, **settings) as llm:
         asked = choices(options.tokens)
         outputs = llm.generate([p for p, _ in asked], [s for _, s in asked], use_tqdm=False)
