@@ -20,7 +20,9 @@ from forks import in_fork
 from headrace import LLM, SamplingParams
 from headrace.engine.request import Sequence
 from headrace.errors import UsageError
+from headrace.pipeline.hosts import RemoteProcess
 from headrace.pipeline.launch import RankProcesses
+from headrace.pipeline.process import LocalProcess
 from headrace.protocol.messages import Report, Result
 from tiny_checkpoints import write_tiny_gguf
 
@@ -194,7 +196,7 @@ def test_no_stage_is_left_behind_when_the_engine_cannot_be_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[RankProcesses] = []
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[LocalProcess | RemoteProcess] = []
 
     def interrupted(*_: object, **__: object) -> None:
         processes.extend(stage.process for stage in started[0]._processes)

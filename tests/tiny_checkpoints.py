@@ -63,12 +63,13 @@ def write_tiny_gguf(
     chat_template: str | None = None,
     pieces: Sequence[str] | None = None,
     add: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    seed: int = 0,
 ) -> Path:
     """A Llama model of 4 layers in one file, with the same byte-level tokenizer.
 
     Starts faster than a directory, whose configuration and tokenizer come through transformers.
     pieces: a SentencePiece vocabulary instead, these from id 259 on, after <unk>, <s>, </s> and the
-    bytes. add: writes more metadata.
+    bytes. add: writes more metadata. seed: of its weights.
     """
     hidden, inner, vocab, layers = 32, 48, 300, 4
     writer = gguf.GGUFWriter(path, "llama")
@@ -100,7 +101,7 @@ def write_tiny_gguf(
     add(writer)
     if chat_template is not None:
         writer.add_chat_template(chat_template)
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
 
     def write(name: str, *shape: int) -> None:
         tensor = random.normal(scale=0.2, size=shape) if len(shape) > 1 else np.ones(shape)

@@ -42,6 +42,8 @@ class TwoHosts:
         mark = uuid.uuid4().hex[:8]
         self.namespaces = [f"headrace-{mark}-{host}" for host in "ab"]
         self._delay_ms = delay_ms
+        # What carries packets from one to the other.
+        self.line: subprocess.Popen[str]
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="hr-hosts-")
@@ -50,7 +52,7 @@ class TwoHosts:
             _STAGE_STARTER.format(other=self.namespaces[1], python=sys.executable)
         )
         self._starter.chmod(0o700)
-        self._relay = subprocess.Popen(
+        self.line = subprocess.Popen(
             [sys.executable, relay.__file__, *self.namespaces, str(self._delay_ms)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -58,8 +60,8 @@ class TwoHosts:
             # A Ctrl-C is for the command; the relay ends after it.
             start_new_session=True,
         )
-        assert self._relay.stdout is not None
-        answer = self._relay.stdout.readline().strip()
+        assert self.line.stdout is not None
+        answer = self.line.stdout.readline().strip()
         if answer != "ready":
             self.__exit__(None, None, None)
             raise UnavailableError(answer or "the relay did not start")
@@ -71,15 +73,15 @@ class TwoHosts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._relay.stdin is not None
-        assert self._relay.stdout is not None
-        self._relay.stdin.close()
+        assert self.line.stdin is not None
+        assert self.line.stdout is not None
+        self.line.stdin.close()
         try:
-            self._relay.wait(10)
+            self.line.wait(10)
         finally:
-            self._relay.kill()
-            self._relay.wait()
-            self._relay.stdout.close()
+            self.line.kill()
+            self.line.wait()
+            self.line.stdout.close()
             relay.remove(self.namespaces)
             self._folder.cleanup()
 

@@ -11,6 +11,8 @@ from headrace.sampling_params import MAX_SEED
 from headrace.setting import Setting, check_settings, size_in_bytes
 
 _MAX_NUM_SEQS = 256
+# Where the engine's host waits for others, unless it is told otherwise.
+DEFAULT_PORT = 29501
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +122,39 @@ class EngineConfig:
         int,
         Setting("Base of the random numbers of requests without a seed.", least=0, most=MAX_SEED),
     ] = 0
-    master_addr: Annotated[str, Setting("Address where stages meet, with gloo.")] = "127.0.0.1"
-    master_port: Annotated[int, Setting("Its port; 0 picks a free one.", least=0, most=65535)] = 0
+    nnodes: Annotated[int, Setting("Hosts that the stages run on.", least=1)] = 1
+    node_rank: Annotated[int, Setting("Which of them this one is; 0 has the engine.", least=0)] = 0
+    master_addr: Annotated[
+        str,
+        Setting("Address of the engine's host, as others reach it; with gloo, where stages meet."),
+    ] = "127.0.0.1"
+    master_port: Annotated[
+        int,
+        Setting(
+            f"Its port; 0: {DEFAULT_PORT} if there are several hosts, else a free one.",
+            least=0,
+            most=65535,
+        ),
+    ] = 0
+    interface: Annotated[
+        str | None,
+        Setting(
+            "Network interface, or address, for what hosts send each other; default: that which "
+            "leads to --master-addr."
+        ),
+    ] = None
+    cluster_key_file: Annotated[
+        str | None,
+        Setting("File that lets hosts in, the same on all (headrace key makes one)."),
+    ] = None
+    insecure_links: Annotated[
+        bool,
+        Setting("Do not encrypt what stages on different hosts send each other."),
+    ] = False
+    join_timeout: Annotated[
+        float,
+        Setting("Seconds to wait for other hosts.", above=0, most=86_400),
+    ] = 300.0
     stall_timeout: Annotated[
         float,
         Setting(
@@ -153,6 +186,30 @@ class EngineConfig:
             raise UsageError(
                 f"--num-microbatches {self.num_microbatches} is more than the {self.sequences} "
                 "sequences of --max-num-seqs: some would always be empty"
+            )
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        if self.node_rank >= self.nnodes:
+            raise UsageError(
+                f"--node-rank {self.node_rank} must be less than --nnodes {self.nnodes}"
+            )
+        if self.nnodes == 1:
+            return
+        if self.cluster_key_file is None:
+            raise UsageError(
+                f"--nnodes {self.nnodes} needs --cluster-key-file, which lets the hosts in: "
+                "headrace key FILE makes one; copy it to every host"
+            )
+        if self.nnodes > self.pipeline_parallel_size:
+            raise UsageError(
+                f"--nnodes {self.nnodes} needs as many stages at least: "
+                f"--pipeline-parallel-size is {self.pipeline_parallel_size}"
+            )
+        if self.link_backend == "gloo":
+            raise UsageError(
+                f"--nnodes {self.nnodes} goes with links of Headrace's own, not with "
+                "--link-backend gloo, which lets strangers in"
             )
 
     @classmethod

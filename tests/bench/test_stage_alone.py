@@ -86,6 +86,7 @@ def rank_config(checkpoint: Path, stage: int) -> RankConfig:
         master_addr="127.0.0.1",
         master_port=0,
         store_fd=None,
+        host_links=None,
     )
 
 

@@ -25,13 +25,21 @@ import msgspec
 import torch
 
 from headrace.pipeline.group_link import Rendezvous
+from headrace.pipeline.host_edges import HostEdges
 from headrace.pipeline.links import LinkError
 from headrace.pipeline.rendezvous import Meeting
-from headrace.protocol.messages import EdgeAddress, LinkEmulation
+from headrace.protocol.messages import EdgeAddress, HostLinks, LinkEmulation
 from headrace.protocol.ranks import Ranks
 from pipeline.link_scenarios import ALL, DEADLY, Die, Meet, Pause, Rank, Scenario, Wait
 
-_DEVICES = {"local": "cpu", "gloo": "cpu", "nccl": "cuda", "xccl": "xpu"}
+_DEVICES = {
+    "local": "cpu",
+    "curve": "cpu",
+    "plain": "cpu",
+    "gloo": "cpu",
+    "nccl": "cuda",
+    "xccl": "xpu",
+}
 # Seconds for one world, all its scenarios together; then each rank says where it hangs.
 _PATIENCE = 60.0
 
@@ -83,11 +91,17 @@ def rank_main(
             share_one_device(number)
     emulation = request["emulation"] and LinkEmulation(*request["emulation"])
     ranks = Ranks(request["world"])
-    own = request["backend"] == "local"
+    own = request["backend"] in ("local", "curve", "plain")
     if own:
         # The store is the others'.
         os.close(store_fd)
-    meeting = Meeting(number, ranks, "local" if own else "gloo", folder, emulation)
+    # Each rank as if it were on a host of its own.
+    between = None
+    if request["backend"] in ("curve", "plain"):
+        encrypted = request["backend"] == "curve"
+        hosts = HostLinks(list(range(ranks.count)), "127.0.0.1", bytes(32), encrypted)
+        between = HostEdges(hosts, epoch=0)
+    meeting = Meeting(number, ranks, "local" if own else "gloo", folder, emulation, between)
     # As the engine does, which passes on where ranks listen.
     (folder / f"listening-{number}").write_bytes(msgspec.json.encode(meeting.listening))
     barrier.wait()
@@ -163,7 +177,7 @@ def run_world(request: dict[str, Any]) -> list[dict[str, Any] | None]:
         try:
             for process, (answer, out) in zip(ranks, pipes, strict=True):
                 out.close()
-                answers.append(answer.recv() if _says_something(process, answer) else None)
+                answers.append(_answer_of(process, answer))
                 answer.close()
         finally:
             for process in ranks:
@@ -173,9 +187,16 @@ def run_world(request: dict[str, Any]) -> list[dict[str, Any] | None]:
         return answers
 
 
-def _says_something(process: multiprocessing.process.BaseProcess, answer: Connection) -> bool:
+def _answer_of(
+    process: multiprocessing.process.BaseProcess, answer: Connection
+) -> dict[str, Any] | None:
     multiprocessing.connection.wait([answer, process.sentinel], _PATIENCE + 10)
-    return answer.poll()
+    try:
+        said: dict[str, Any] | None = answer.recv() if answer.poll() else None
+    except EOFError:
+        # All the others, who have its end of the pipe too, have ended already.
+        return None
+    return said
 
 
 def main() -> None:

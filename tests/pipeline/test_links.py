@@ -30,7 +30,8 @@ TESTS = Path(__file__).parents[1]
 SLOW = LinkEmulation(latency_s=0.06, bytes_per_s=1e8)
 LINES = {"fast": LinkEmulation(), "slow": SLOW}
 EMULATIONS = {
-    "local": None, "slow_local": SLOW, "gloo": None, "slow_gloo": SLOW, "nccl": None, "xccl": None,
+    "local": None, "slow_local": SLOW, "curve": None, "slow_curve": SLOW, "plain": None,
+    "gloo": None, "slow_gloo": SLOW, "nccl": None, "xccl": None,
 }  # fmt: skip
 BACKENDS = list(EMULATIONS)
 

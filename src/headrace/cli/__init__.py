@@ -11,6 +11,8 @@ import headrace
 from headrace.cli import bench
 from headrace.cli.chat import chat
 from headrace.cli.generate import generate
+from headrace.cli.join import join
+from headrace.cli.key import key
 from headrace.cli.serve import serve
 from headrace.errors import HeadraceError, StallError
 from headrace.signals import on_ending_signals, unwind
@@ -26,6 +28,8 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(generate)
 app.command()(chat)
+app.command()(join)
+app.command()(key)
 app.add_typer(bench.app, name="bench")
 
 

@@ -14,14 +14,18 @@ from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.cli import options
 from headrace.cli.dry_run import print_deployment
 from headrace.cli.flags import all_flags, with_flags
+from headrace.cli.join import run_agent, say
+from headrace.cli.torchrun import take_from_torchrun
 from headrace.config import EngineConfig
 from headrace.conversation import check_chats
+from headrace.deployment.hosts import agent_of
 from headrace.errors import UsageError
 from headrace.progress import loading_display
 from headrace.serving.listener import listen, url_of
 from headrace.serving.loading import EngineLoader
 from headrace.serving.open_files import raise_open_files
 from headrace.serving.settings import KEY_VARIABLE, ServerSettings
+from headrace.setting import declared_settings
 from headrace.signals import EndingSignals, exit_code
 
 _log = logging.getLogger(__name__)
@@ -47,12 +51,18 @@ def serve(
     """Serve a model by OpenAI's API until SIGTERM, which lets running requests end."""
     started = time.monotonic()
     model = options.one_model("serve", model_tag, model)
+    defaults = {name: each.default for name, each in declared_settings(EngineConfig).items()}
+    if (taken := take_from_torchrun(engine, defaults, os.environ)) is not None:
+        print(taken, flush=True)
     # A wrong value is told before anything else happens.
     config = EngineConfig(model=model, **engine)
     if as_json and not dry_run:
         raise UsageError("--json needs --dry-run: a server prints no JSON object")
     if dry_run:
         print_deployment(config, as_json=as_json)
+        return 0
+    if config.node_rank:
+        run_agent(agent_of(config, say))
         return 0
     server["api_keys"] = _api_keys(server["api_keys"])
     server["served_model_names"] = server["served_model_names"] or (model,)

@@ -1,6 +1,7 @@
 """Carries a deployment out: starts its ranks, and an engine that has them as its pipeline."""
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,10 +11,12 @@ from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig
 from headrace.deployment.cache_size import choose_num_blocks
 from headrace.deployment.engine import new_engine
+from headrace.deployment.hosts import HostMeeting, meet_hosts
 from headrace.deployment.machine import read_machine
 from headrace.deployment.model import read_model
 from headrace.deployment.model_card import ModelCard, model_card
 from headrace.deployment.partition import layer_costs
+from headrace.deployment.plan_table import print_plan
 from headrace.deployment.recovery import Recovery
 from headrace.deployment.resolve import Deployment, resolve
 from headrace.engine.engine import Engine
@@ -66,8 +69,18 @@ def launch(
     is left behind then.
     """
     began = time.monotonic()
-    deployment = resolve(config, read_model(config), read_machine())
-    running = start(deployment, watch=watch, recorder=recorder, order=order)
+    watch = watch or StartWatch()
+    meeting = None if config.nnodes == 1 else meet_hosts(config, watch.check)
+    cluster = read_machine() if meeting is None else meeting.cluster
+    try:
+        deployment = resolve(config, read_model(config), cluster)
+        if meeting is not None:
+            print_plan(deployment, sys.stderr)
+        running = start(deployment, watch=watch, recorder=recorder, order=order, meeting=meeting)
+    except BaseException:
+        if meeting is not None:
+            meeting.hosts.close()
+        raise
     return replace(running, card=replace(running.card, load_s=time.monotonic() - began))
 
 
@@ -77,19 +90,23 @@ def start(
     watch: StartWatch | None = None,
     recorder: Recorder | None = None,
     order: PrefillOrder | None = None,
+    meeting: HostMeeting | None = None,
 ) -> RunningEngine:
     """Bring up the stages and an engine for one epoch, and wait until they are ready.
+
+    meeting: of the hosts, where there are several.
 
     Raises ModelError, StartError or PipelineError, and what watch raises; no process is left behind
     then. May be called again, for another epoch.
     """
     began = time.monotonic()
     watch = watch or StartWatch()
-    with _rank_configs(deployment, epoch) as configs:
-        processes = RankProcesses(configs, list(deployment.cpus))
+    hosts = None if meeting is None else meeting.hosts
+    with _rank_configs(deployment, epoch, meeting) as configs:
+        processes = RankProcesses(configs, list(deployment.cpus), hosts, deployment.hosts)
 
     def restart(epoch: int) -> None:
-        with _rank_configs(deployment, epoch) as configs:
+        with _rank_configs(deployment, epoch, meeting) as configs:
             processes.restart(configs, num_blocks)
 
     try:
@@ -99,7 +116,7 @@ def start(
         loaded = processes.wait_loaded(watch.on_progress, watch.check)
         for note in sorted({rank.note for rank in loaded if rank.note}):
             _log.warning(note)
-        num_blocks = _reserve_cache(deployment, processes, loaded)
+        num_blocks = _reserve_cache(deployment, processes, loaded, meeting)
         processes.allocate_cache(num_blocks, watch.on_progress, watch.check)
         engine = new_engine(
             deployment,
@@ -137,17 +154,21 @@ def rank_config(
     *,
     master_port: int = 0,
     store_fd: int | None = None,
+    meeting: HostMeeting | None = None,
 ) -> RankConfig:
     """What a rank is told first. master_port, store_fd: of the store where ranks meet, the latter
-    on the first rank alone."""
+    on the first rank alone. meeting: of the hosts, where there are several."""
     config, model, ranks = deployment.config, deployment.model, deployment.ranks
     share = deployment.shares[ranks.stage_of(rank)]
+    path, host_links = str(model.files.path.resolve()), None
+    if meeting is not None:
+        path, host_links = meeting.of_rank(rank, deployment.hosts, not config.insecure_links)
     return RankConfig(
         epoch=epoch,
         rank=rank,
         ranks=ranks,
         share=share,
-        model_path=str(model.files.path.resolve()),
+        model_path=path,
         model_kind=model.files.kind,
         program=model.program(share),
         synthetic=model.synthetic,
@@ -164,16 +185,19 @@ def rank_config(
         master_addr=config.master_addr,
         master_port=master_port,
         store_fd=store_fd,
+        host_links=host_links,
     )
 
 
 @contextmanager
-def _rank_configs(deployment: Deployment, epoch: int) -> Iterator[list[RankConfig]]:
+def _rank_configs(
+    deployment: Deployment, epoch: int, meeting: HostMeeting | None
+) -> Iterator[list[RankConfig]]:
     """What the ranks of an epoch are told; where they meet is open until this is left."""
     config = deployment.config
     ranks = range(deployment.ranks.count)
     if len(ranks) == 1 or deployment.link_backend != "gloo":
-        yield [rank_config(deployment, rank, epoch) for rank in ranks]
+        yield [rank_config(deployment, rank, epoch, meeting=meeting) for rank in ranks]
         return
     with bind_master(config.master_addr, config.master_port) as master:
         port, store_fd = master.getsockname()[1], master.fileno()
@@ -189,21 +213,39 @@ def _rank_configs(deployment: Deployment, epoch: int) -> Iterator[list[RankConfi
         ]
 
 
-def _reserve_cache(deployment: Deployment, processes: RankProcesses, loaded: list[Loaded]) -> int:
+def _reserve_cache(
+    deployment: Deployment,
+    processes: RankProcesses,
+    loaded: list[Loaded],
+    meeting: HostMeeting | None,
+) -> int:
     """The number of cache blocks, which other engines then know of."""
     bytes_per_block = [rank.cache_bytes_per_block for rank in loaded]
-    return processes.reserve_cache(
-        bytes_per_block,
-        lambda promised: choose_num_blocks(
-            bytes_per_block,
+
+    def fitting(node: int, free: int, promised: int) -> int:
+        """On a host, beside what its other engines were promised."""
+        ranks = zip(bytes_per_block, deployment.hosts, strict=True)
+        return choose_num_blocks(
+            [size for size, host in ranks if host == node],
             deployment.cache,
             block_size=deployment.config.block_size,
             max_model_len=deployment.max_model_len,
             max_num_seqs=deployment.max_num_seqs,
-            free=free_memory(),
+            free=free,
             promised=promised,
-        ),
-    )
+        )
+
+    def choose(promised: int) -> int:
+        fit = []
+        for node in sorted(set(deployment.hosts)):
+            free = free_memory()
+            if node:
+                assert meeting is not None
+                free, promised = meeting.hosts.free_memory(node)
+            fit.append(fitting(node, free, promised))
+        return min(fit)
+
+    return processes.reserve_cache(bytes_per_block, choose)
 
 
 def _priors(deployment: Deployment, loaded: list[Loaded]) -> list[StepCost]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import zmq
@@ -19,6 +19,8 @@ from headrace import errors
 from headrace.errors import HeadraceError, PipelineError, StartError, UsageError
 from headrace.host.cpus import StageCpus
 from headrace.host.engine_folder import EngineFolder
+from headrace.pipeline.hosts import Hosts, RemoteProcess
+from headrace.pipeline.process import LocalProcess, start_rank_process
 from headrace.pipeline.rank_process import RankProcess, end_ranks, start_rank
 from headrace.pipeline.watch import ask
 from headrace.protocol import codec
@@ -77,8 +79,17 @@ class RankProcesses:
     close() does nothing.
     """
 
-    def __init__(self, configs: list[RankConfig], cpus: list[StageCpus]) -> None:
+    def __init__(
+        self,
+        configs: list[RankConfig],
+        cpus: list[StageCpus],
+        hosts: Hosts | None = None,
+        nodes: Sequence[int] = (),
+    ) -> None:
+        """cpus: by rank. hosts: the others, if there are; closed with this. nodes: by rank, the
+        host that it runs on, 0 for this one; none: all run here."""
         self._owner = os.getpid()
+        self._hosts, self._nodes = hosts, nodes or [0] * len(configs)
         # The sockets in it have no other lock than that only this user may enter.
         self._folder = EngineFolder()
         self._context = zmq.Context()
@@ -266,6 +277,8 @@ class RankProcesses:
                         rank.process.wait(max(0.0, deadline - time.monotonic()))
         finally:
             end_ranks(self._processes)
+            if self._hosts is not None:
+                self._hosts.close()
             self._wake.close()
             self._context.destroy(linger=0)
             self._folder.remove()
@@ -273,12 +286,24 @@ class RankProcesses:
 
     def _spawn(self, config: RankConfig) -> None:
         """Start a rank, in the place of the one of its number, if there was one."""
-        rank = start_rank(config, self._cpus[config.rank], self._folder.path, self._context)
+        process = self._start_process(config)
+        rank = start_rank(config, process, self._nodes[config.rank], self._context)
         # At once: whatever interrupts from here on, close() knows the process.
         self._processes[config.rank : config.rank + 1] = [rank]
         self._poller.register(rank.socket, zmq.POLLIN)
         if rank.death is not None:
             self._poller.register(rank.death.fileno(), zmq.POLLIN)
+
+    def _start_process(self, config: RankConfig) -> LocalProcess | RemoteProcess:
+        folder, node, cpus = self._folder.path, self._nodes[config.rank], self._cpus[config.rank]
+        if node:
+            assert self._hosts is not None
+            return self._hosts.start_rank(node, config.rank, cpus, folder)
+        environment = dict(os.environ)
+        if config.link_backend == "gloo":
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        inherited = [] if config.store_fd is None else [config.store_fd]
+        return start_rank_process(config.rank, cpus, folder, environment, inherited)
 
     def _replace(self, numbers: Iterable[int]) -> None:
         """End these ranks, and start others in their places."""
@@ -299,9 +324,11 @@ class RankProcesses:
 
     def _promise(self, num_blocks: int, ranks: Iterable[RankProcess]) -> None:
         """Let other engines know what these will take for their caches."""
-        self._folder.promise(
-            {rank.process.pid: self._block_bytes[rank.number] * num_blocks for rank in ranks}
-        )
+        sizes = {rank: self._block_bytes[rank.number] * num_blocks for rank in ranks}
+        self._folder.promise({rank.process.pid: sizes[rank] for rank in sizes if not rank.node})
+        if self._hosts is not None:
+            there = {rank.number: size for rank, size in sizes.items() if rank.node}
+            self._hosts.promise_memory(there)
 
     def _tell_cache(self, start: _Start) -> None:
         """Once all have loaded, and it is decided how large the cache is."""
@@ -381,7 +408,7 @@ class RankProcesses:
             speakers = {failure.rank for failure in failures}
             mute = [rank for rank in self._dead() if rank.number not in speakers]
             # One that ends by itself may have said why.
-            killed = [rank for rank in mute if rank.process.returncode < 0]
+            killed = [rank for rank in mute if (rank.process.returncode or 0) < 0]
             if own or killed or time.monotonic() > deadline:
                 break
             time.sleep(0.01)

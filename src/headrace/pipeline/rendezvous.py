@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from headrace.pipeline import group_link
+from headrace.pipeline.host_edges import HostEdges
 from headrace.pipeline.ledger import Channel
 from headrace.pipeline.links import End, Link, SlowLine, edges
 from headrace.pipeline.local_door import LocalDoor, knock
@@ -23,7 +24,8 @@ from headrace.protocol.ranks import Ranks
 class Meeting:
     """A rank's part in the rendezvous of one epoch, and then the owner of its links.
 
-    listening: where others find the edges that come in. Raises StartError if that cannot be.
+    listening: where others find the edges that come in, an entry an edge. Raises StartError if that
+    cannot be.
     """
 
     def __init__(
@@ -33,21 +35,19 @@ class Meeting:
         backend: LinkBackend,
         folder: Path,
         emulation: LinkEmulation | None,
+        between: HostEdges | None = None,
     ) -> None:
-        """folder: the engine's, on this host. emulation: make the edges slower than they are."""
+        """folder: the engine's, on this host. emulation: make the edges slower than they are.
+        between: those from and to other hosts, None if all ranks are on this one."""
         self._rank, self._ranks, self._backend = rank, ranks, backend
-        self._emulation = emulation
+        self._emulation, self._between = emulation, between
         self._doors: dict[Channel, LocalDoor] = {}
         self._own: list[SendingLink | ReceivingLink] = []
+        self.listening: list[EdgeAddress] = []
         if backend == "local":
             for end in self._ends():
                 if end.incoming:
-                    self._doors[end.channel] = LocalDoor(end, folder)
-
-    @property
-    def listening(self) -> list[EdgeAddress]:
-        """Where this rank listens, an entry an edge."""
-        return [EdgeAddress(*edge, door.address, door.token) for edge, door in self._doors.items()]
+                    self.listening.append(self._listen(end, folder))
 
     def connect(
         self,
@@ -75,6 +75,8 @@ class Meeting:
         for link in self._own:
             link.give_up()
             link.close()
+        if self._between is not None:
+            self._between.give_up()
 
     def close(self) -> None:
         """Leave all edges. What was sent on links of Headrace's own is still received."""
@@ -82,8 +84,16 @@ class Meeting:
             door.close()
         for link in self._own:
             link.close()
+        if self._between is not None:
+            self._between.close()
         if self._backend == "gloo":
             group_link.disconnect()
+
+    def _listen(self, end: End, folder: Path) -> EdgeAddress:
+        if self._between is not None and self._between.has(end):
+            return self._between.listen(end)
+        door = self._doors[end.channel] = LocalDoor(end, folder)
+        return EdgeAddress(*end.channel, door.address, door.token)
 
     def _connect_local(self, peers: list[EdgeAddress], timeout_s: float) -> dict[Channel, Link]:
         at = {(peer.tensors, peer.source, peer.target): peer for peer in peers}
@@ -91,8 +101,15 @@ class Meeting:
         # Doors let their peers in meanwhile.
         for end in sorted(self._ends(), key=lambda end: end.incoming):
             link: SendingLink | ReceivingLink
+            line = None if self._emulation is None else SlowLine(self._emulation)
+            if self._between is not None and self._between.has(end):
+                links[end.channel] = (
+                    self._between.accept(end, timeout_s, line)
+                    if end.incoming
+                    else self._between.connect(end, at[end.channel].address, timeout_s)
+                )
+                continue
             if end.incoming:
-                line = None if self._emulation is None else SlowLine(self._emulation)
                 paired = self._doors[end.channel].wait_for_peer(timeout_s)
                 link = ReceivingLink(end, paired, line)
             else:

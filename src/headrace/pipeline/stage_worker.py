@@ -19,6 +19,7 @@ from headrace.kernels.path import choose_path, path_name
 from headrace.pipeline.carry_out import carry_out
 from headrace.pipeline.effects import Effect
 from headrace.pipeline.group_link import Rendezvous
+from headrace.pipeline.host_edges import HostEdges
 from headrace.pipeline.ledger import Channel, Ledger
 from headrace.pipeline.links import Link, LinkError
 from headrace.pipeline.rendezvous import Meeting
@@ -144,6 +145,7 @@ def run_stage(
     if model is not None:
         weights = model.weights.nbytes
         block = cache_bytes_per_block(config.program, config.block_size, model.dtype)
+    how = config.host_links
     executor: Executor | None = None
     epoch: int | None = config.epoch
     while epoch is not None:
@@ -151,7 +153,12 @@ def run_stage(
         os.sched_setaffinity(0, cpus_at_start)
         watch.timeline = RankTimeline(epoch, config.rank)
         meeting = Meeting(
-            config.rank, config.ranks, config.link_backend, folder, config.link_emulation
+            config.rank,
+            config.ranks,
+            config.link_backend,
+            folder,
+            config.link_emulation,
+            None if how is None else HostEdges(how, epoch),
         )
         try:
             listening = meeting.listening

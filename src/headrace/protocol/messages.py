@@ -29,6 +29,17 @@ class SyntheticTime(msgspec.Struct, array_like=True, frozen=True):
 LinkBackend = Literal["local", "gloo"]
 
 
+class HostLinks(msgspec.Struct, array_like=True, frozen=True):
+    """How ranks on different hosts meet. nodes: by rank, the number of its host. address: of this
+    rank's host, as others reach it. secret: of this run, from which the edges' keys derive.
+    encrypted: or only authenticated."""
+
+    nodes: list[int]
+    address: str
+    secret: bytes
+    encrypted: bool
+
+
 class RankConfig(msgspec.Struct, tag="rank_config", array_like=True, frozen=True, kw_only=True):
     """First message to a stage: which part of which model it runs and how.
 
@@ -37,8 +48,8 @@ class RankConfig(msgspec.Struct, tag="rank_config", array_like=True, frozen=True
     synthetic: run no model, only take this time. window: the most steps that the engine may plan
     beyond the newest result. master_addr and master_port are those of torch.distributed's store, if
     it carries tensors; store_fd is its listening socket, inherited by the first stage alone.
-    start_timeout and link_timeout, in seconds, bound the wait for the others to come, and for one
-    of their messages.
+    host_links: None where all ranks are on one host. start_timeout and link_timeout, in seconds,
+    bound the wait for the others to come, and for one of their messages.
     """
 
     epoch: int
@@ -62,6 +73,7 @@ class RankConfig(msgspec.Struct, tag="rank_config", array_like=True, frozen=True
     master_addr: str
     master_port: int
     store_fd: int | None
+    host_links: HostLinks | None
 
     @property
     def stage(self) -> int:
@@ -73,7 +85,8 @@ class EdgeAddress(msgspec.Struct, array_like=True, frozen=True):
     """Where the rank at the end of an edge listens for the one at its beginning.
 
     tensors, source, target: the edge, what it carries from which rank to which. address: a path on
-    one host. token: what the one who connects must show.
+    one host, else where it listens on the network. token: what the one who connects must show, on
+    one host; between hosts it shows a key.
     """
 
     tensors: str

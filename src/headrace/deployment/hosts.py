@@ -1,0 +1,192 @@
+"""Several hosts meet: who takes part, what each has, and that they have the same model."""
+
+import logging
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.checkpoint.locate import locate_model
+from headrace.config import DEFAULT_PORT, EngineConfig
+from headrace.deployment.agreement import check_agreement
+from headrace.deployment.host_facts import read_host_facts
+from headrace.deployment.machine import Cluster
+from headrace.errors import ModelError, StartError, UsageError
+from headrace.host.cluster_key import Secret, read_cluster_key
+from headrace.host.network import Interface, interface_named, interface_towards, interfaces
+from headrace.pipeline.agent import Agent
+from headrace.pipeline.curve import open_door
+from headrace.pipeline.hosts import Hosts
+from headrace.protocol.cluster import Facts, Layout
+from headrace.protocol.hosts import HostFacts
+from headrace.protocol.messages import HostLinks
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMeeting:
+    """The hosts that have met. cluster: what they are, this one first. model_paths: where the model
+    lies on each. run: the secret of this run, known to its ranks alone."""
+
+    hosts: Hosts
+    cluster: Cluster
+    model_paths: tuple[str, ...]
+    run: Secret
+
+    def of_rank(self, rank: int, nodes: tuple[int, ...], encrypted: bool) -> tuple[str, HostLinks]:
+        """Where the model lies on the rank's host, and how it meets others'. nodes: by rank."""
+        node = nodes[rank]
+        address = self.cluster.hosts[node].address
+        links = HostLinks(list(nodes), address, self.run.value, encrypted)
+        return self.model_paths[node], links
+
+
+def meet_hosts(config: EngineConfig, check: Callable[[], None]) -> HostMeeting:
+    """On the engine's host: let the others in, until all are there.
+
+    check: called once a second or more often, may raise. Raises UsageError for a key that is none,
+    StartError that says who is missing or does not fit, and what a host reports.
+    """
+    if config.node_rank:
+        raise UsageError(
+            f"an engine runs on host 0, not --node-rank {config.node_rank}: there, run headrace "
+            "join, or headrace serve with the same flags"
+        )
+    secret = _secret(config)
+    here = _interface_of_master(config)
+    port = config.master_port or DEFAULT_PORT
+    door = open_door(here.address, port, "for other hosts to join; choose another --master-port")
+    _log.info(
+        "waiting at %s:%d (%s) for %d other hosts%s",
+        *(here.address, port, here, config.nnodes - 1, _others(here)),
+    )
+    hosts = Hosts(door, secret, _layout(config), config.model)
+    try:
+        own = read_host_facts(here.address, locate_model(config.model))
+        facts = hosts.wait_joined(config.join_timeout, check)
+        everybody = (own, *(fact.host for fact in facts))
+        _check(hosts, everybody, facts)
+    except BaseException:
+        hosts.close()
+        raise
+    paths = [str(locate_model(config.model).path.resolve())]
+    paths += [fact.model_path or "" for fact in facts]
+    run = secret.derive(f"run {secrets.token_hex(16)}")
+    return HostMeeting(
+        hosts=hosts, cluster=Cluster(hosts=everybody), model_paths=tuple(paths), run=run
+    )
+
+
+def _check(hosts: Hosts, everybody: tuple[HostFacts, ...], facts: list[Facts]) -> None:
+    """Raises StartError, and tells the hosts, unless all can work together."""
+    try:
+        check_agreement(everybody)
+        for fact in facts:
+            if fact.model_path is None:
+                raise StartError(f"host {fact.host.label} does not have the model's files")
+    except StartError as error:
+        hosts.refuse(str(error))
+        raise
+
+
+def agent_of(config: EngineConfig, say: Callable[[str], None]) -> Agent:
+    """What takes part on a host beside the engine's, as its flags say.
+
+    say: told what happens. Raises UsageError or StartError.
+    """
+    return joining_agent(
+        config.master_addr,
+        config.master_port or DEFAULT_PORT,
+        secret=_secret(config),
+        interface=config.interface,
+        node_rank=config.node_rank,
+        layout=_layout(config),
+        model=config.model,
+        join_timeout_s=config.join_timeout,
+        say=say,
+    )
+
+
+def joining_agent(
+    host: str,
+    port: int,
+    *,
+    secret: Secret,
+    interface: str | None,
+    node_rank: int | None,
+    layout: Layout | None,
+    model: str | None,
+    join_timeout_s: float,
+    say: Callable[[str], None],
+) -> Agent:
+    """What takes part beside the engine at host and port. interface: None for that which leads
+    there. model: None for what the engine's host says, as it is found here. Raises UsageError for
+    an interface that is none, StartError if there is no way."""
+    here = interface_towards(host, port) if interface is None else interface_named(interface)
+    if others := _others(here):
+        say(f"takes {here}{others}")
+
+    def facts(of_master: str) -> Facts:
+        name = model or of_master
+        try:
+            files = locate_model(name)
+        except ModelError:
+            if Path(name).is_absolute() or model is not None:
+                raise
+            raise ModelError(
+                f"model {name!r}, as the engine's host calls it, is not here: say where it lies "
+                "with --model"
+            ) from None
+        return Facts(read_host_facts(here.address, files), str(files.path.resolve()))
+
+    return Agent(
+        master=(_resolved(host), port),
+        interface=str(here),
+        secret=secret,
+        name=socket.gethostname(),
+        node_rank=node_rank,
+        layout=layout,
+        join_timeout_s=join_timeout_s,
+        facts=facts,
+        say=say,
+    )
+
+
+def _secret(config: EngineConfig) -> Secret:
+    assert config.cluster_key_file is not None
+    return read_cluster_key(Path(config.cluster_key_file))
+
+
+def _layout(config: EngineConfig) -> Layout:
+    return Layout(config.nnodes, config.pipeline_parallel_size, config.layer_partition)
+
+
+def _interface_of_master(config: EngineConfig) -> Interface:
+    if config.interface is not None:
+        return interface_named(config.interface)
+    address = _resolved(config.master_addr)
+    for interface in interfaces():
+        if interface.address == address:
+            return interface
+    return Interface("of that address", address)
+
+
+def _resolved(host: str) -> str:
+    """The IPv4 address of that name. Raises StartError if it has none."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise StartError(
+            f"--master-addr {host}: no host of that name is known here ({error.strerror or error})"
+        ) from error
+
+
+def _others(taken: Interface) -> str:
+    """In words, where the host has several."""
+    others = [each for each in interfaces() if each.address != taken.address and each.name != "lo"]
+    if not others:
+        return ""
+    names = ", ".join(f"{each.name} {each.address}" for each in others)
+    return f"; this host has {names} too (--interface)"

@@ -1,0 +1,298 @@
+"""A host that takes part without an engine: it joins the engine's host and runs ranks for it.
+
+The agent is one thread that passes on what engine and ranks say to each other, starts and ends the
+ranks' processes, and tells of their deaths. The ranks end with it. When it loses the engine's host
+it ends them, and joins again, until it has waited too long for that.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+import headrace
+from headrace.errors import HeadraceError, StartError
+from headrace.host.cluster_key import Secret
+from headrace.host.cpus import StageCpus
+from headrace.host.engine_folder import EngineFolder
+from headrace.host.memory import free_memory
+from headrace.pipeline.curve import FRAME_BYTES, Context, Socket, show_key
+from headrace.pipeline.hosts import CONTROL
+from headrace.pipeline.process import LocalProcess, start_rank_process
+from headrace.protocol import cluster
+from headrace.protocol.cluster import (
+    AgentFailed,
+    AskMemory,
+    EndRank,
+    Facts,
+    FreeMemory,
+    FromAgent,
+    Goodbye,
+    Join,
+    Kind,
+    Layout,
+    PromiseMemory,
+    RankEnded,
+    Refused,
+    StartRank,
+    Welcome,
+)
+
+_log = logging.getLogger(__name__)
+
+# Seconds between two looks at whether the engine's host is there, for it to let this one in, and
+# between two tries of that.
+_LOOK_S = 0.2
+_CONNECT_S = 3.0
+_AGAIN_S = 1.0
+
+
+class _MasterLostError(Exception):
+    """The connection to the engine's host broke."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent:
+    """What a host needs to take part.
+
+    master: address and port of the engine's host. interface: in words, that through which it is
+    reached. name: this host's. node_rank, layout: None if it was not told. join_timeout_s: for the
+    engine's host to be there, at the start and whenever it was lost. facts: what this host has, of
+    the model that is served by this name; raises HeadraceError. say: told what happens, a line.
+    """
+
+    master: tuple[str, int]
+    interface: str
+    secret: Secret
+    name: str
+    node_rank: int | None
+    layout: Layout | None
+    join_timeout_s: float
+    facts: Callable[[str], Facts]
+    say: Callable[[str], None]
+
+    def run(self) -> None:
+        """Take part until the engine ends in order. Raises StartError if the engine's host does not
+        come, or refuses this one, and HeadraceError for what is wrong here."""
+        lost_at: float | None = time.monotonic()
+        tries = 0
+        while True:
+            context = zmq.Context()
+            try:
+                with _Session(self, context) as session:
+                    if session.connect(_CONNECT_S):
+                        lost_at = None
+                        session.serve()
+                        return
+            except _MasterLostError:
+                self.say("the engine's host is gone: its stages here were ended")
+            finally:
+                context.term()
+            lost_at = lost_at or time.monotonic()
+            waited_s = time.monotonic() - lost_at
+            if waited_s > self.join_timeout_s:
+                raise StartError(self._nobody_there())
+            if tries == 0:
+                self.say(
+                    f"waits for the engine's host at {self.address} (from {self.interface}, for "
+                    f"{self.join_timeout_s:g} s)"
+                )
+            tries += 1
+            time.sleep(_AGAIN_S)
+
+    @property
+    def address(self) -> str:
+        """The engine's host, as people write it."""
+        return f"{self.master[0]}:{self.master[1]}"
+
+    def _nobody_there(self) -> str:
+        return (
+            f"no engine's host let this one in at {self.address}, from {self.interface}, within "
+            f"{self.join_timeout_s:g} s: is `headrace serve --nnodes ...` running there, with the "
+            "same --cluster-key-file, and is the port open in its firewall?"
+        )
+
+
+@dataclass
+class _Rank:
+    life: int
+    process: LocalProcess
+    control: Socket
+    watch: Socket
+
+
+@dataclass
+class _Session:
+    """One connection to the engine's host, with the ranks that run for it."""
+
+    agent: Agent
+    context: Context
+    _ranks: dict[int, _Rank] = field(default_factory=dict)
+
+    def __enter__(self) -> "_Session":
+        self._folder = EngineFolder()
+        self._master = self.context.socket(zmq.DEALER)
+        self._master.linger = 1000
+        self._poller = zmq.Poller()
+        self._poller.register(self._master, zmq.POLLIN)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in list(self._ranks):
+            self._forget(number)
+        self._master.close()
+        self._folder.remove()
+
+    def connect(self, timeout_s: float) -> bool:
+        """Whether the engine's host is there and has let this one in."""
+        show_key(self._master, CONTROL, self.agent.secret)
+        # To the engine's host another connection is another host: it has to join.
+        self._master.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._master.connect("tcp://{}:{}".format(*self.agent.master))
+        return bool(self._master.poll(int(timeout_s * 1000), zmq.POLLOUT))
+
+    def serve(self) -> None:
+        """Until the engine ends in order."""
+        agent = self.agent
+        self._say(Join(headrace.__version__, agent.name, agent.node_rank, agent.layout))
+        while True:
+            ready = dict(self._poller.poll(int(_LOOK_S * 1000)))
+            if self._master in ready:
+                while self._master.poll(0):
+                    if not self._take(self._master.recv_multipart()):
+                        return
+            elif not self._master.poll(0, zmq.POLLIN | zmq.POLLOUT):
+                raise _MasterLostError
+            for number, rank in list(self._ranks.items()):
+                self._pass_on(number, rank, ready)
+                if rank.process.poll() is not None:
+                    self._end(number, rank)
+
+    def _take(self, frames: list[bytes]) -> bool:
+        """Whether there is more to come."""
+        kind, number, life, body = cluster.put_together(frames)
+        if kind == b"agent":
+            return self._obey(body)
+        rank = self._ranks.get(number)
+        if rank is not None and rank.life == life:
+            if kind == b"control":
+                rank.control.send(body)
+            elif kind == b"watch":
+                rank.watch.send_multipart(cluster.unpack_frames(body))
+        return True
+
+    def _obey(self, body: bytes) -> bool:
+        try:
+            message = cluster.decode_to_agent(body)
+        except msgspec.DecodeError as error:
+            raise StartError(
+                f"the engine's host at {self.agent.address} speaks another version of Headrace "
+                f"than this one, {headrace.__version__} ({error})"
+            ) from error
+        match message:
+            case Welcome(node_rank, model):
+                self.agent.say(
+                    f"joined {self.agent.address} as host {node_rank}, from {self.agent.interface}"
+                )
+                self._tell_facts(model)
+            case Refused(reason):
+                raise StartError(f"{self.agent.address} refused this host: {reason}")
+            case StartRank():
+                self._start(message)
+            case EndRank(rank, life):
+                if (running := self._ranks.get(rank)) is not None and running.life == life:
+                    self._forget(rank)
+            case AskMemory():
+                with self._folder.promising() as promised:
+                    self._say(FreeMemory(free_memory(), promised))
+            case PromiseMemory(cache_bytes):
+                self._folder.promise(
+                    {
+                        self._ranks[rank].process.pid: size
+                        for rank, size in cache_bytes.items()
+                        if rank in self._ranks
+                    }
+                )
+            case Goodbye():
+                self.agent.say("the engine has ended")
+                return False
+        return True
+
+    def _tell_facts(self, model: str) -> None:
+        try:
+            self._say(self.agent.facts(model))
+        except HeadraceError as error:
+            self._say(AgentFailed(str(error)))
+            raise
+
+    def _start(self, order: StartRank) -> None:
+        if order.rank in self._ranks:
+            self._forget(order.rank)
+        cpus = StageCpus(order.cpus, order.threads)
+        process = start_rank_process(order.rank, cpus, self._folder.path, os.environ)
+        rank = _Rank(
+            order.life,
+            process,
+            self._connect(process.address),
+            self._connect(process.watch_address),
+        )
+        self._ranks[order.rank] = rank
+        self._poller.register(rank.control, zmq.POLLIN)
+        self._poller.register(rank.watch, zmq.POLLIN)
+        if process.death is not None:
+            self._poller.register(process.death.fileno(), zmq.POLLIN)
+        self.agent.say(f"runs rank {order.rank}")
+
+    def _connect(self, address: str) -> Socket:
+        connecting = self.context.socket(zmq.DEALER)
+        connecting.set_hwm(0)
+        connecting.linger = 0
+        connecting.setsockopt(zmq.RECONNECT_IVL, 10)
+        connecting.connect(address)
+        return connecting
+
+    def _pass_on(self, number: int, rank: _Rank, ready: dict[object, int]) -> None:
+        """What the rank sent to the engine."""
+        if rank.control in ready:
+            while rank.control.poll(0):
+                self._send(b"control", number, rank.life, rank.control.recv())
+        if rank.watch in ready:
+            while rank.watch.poll(0):
+                body = cluster.pack_frames(rank.watch.recv_multipart())
+                self._send(b"watch", number, rank.life, body)
+
+    def _end(self, number: int, rank: _Rank) -> None:
+        """It has ended by itself, or somebody ended it."""
+        # What it said last comes first.
+        self._pass_on(number, rank, {rank.control: 1})
+        code, last_line = rank.process.poll(), rank.process.last_line
+        assert code is not None
+        self.agent.say(f"rank {number} ended with {code}{f': {last_line}' if last_line else ''}")
+        self._say(RankEnded(number, rank.life, code, last_line))
+        self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        rank = self._ranks.pop(number)
+        for socket in (rank.control, rank.watch):
+            self._poller.unregister(socket)
+            socket.close()
+        if rank.process.death is not None:
+            self._poller.unregister(rank.process.death.fileno())
+        rank.process.kill()
+        rank.process.wait()
+        rank.process.leave()
+
+    def _say(self, message: FromAgent) -> None:
+        self._send(b"agent", 0, 0, cluster.encode(message))
+
+    def _send(self, kind: Kind, rank: int, life: int, body: bytes) -> None:
+        try:
+            self._master.send_multipart(
+                cluster.cut(kind, rank, life, body, FRAME_BYTES), zmq.NOBLOCK
+            )
+        except zmq.Again:
+            raise _MasterLostError from None

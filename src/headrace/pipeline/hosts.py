@@ -1,0 +1,494 @@
+"""The other hosts, as the engine's host has them: who has joined, and the ranks that run there.
+
+A thread has the one socket that they all connect to (the only one that the engine's process opens
+to the network, beside its HTTP server), and one pair of sockets in the engine's folder for each
+rank elsewhere, which look to the engine like the rank's own. It passes on what comes, whole.
+
+A host that is gone may come again. Ranks that were to be started on it meanwhile are started then;
+those that ran there have ended.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zmq
+
+import headrace
+from headrace.errors import StartError
+from headrace.host.cluster_key import Secret
+from headrace.host.cpus import StageCpus
+from headrace.pipeline.curve import FRAME_BYTES, Door, Gate, Socket
+from headrace.protocol import cluster
+from headrace.protocol.cluster import (
+    AgentFailed,
+    AskMemory,
+    EndRank,
+    Facts,
+    FreeMemory,
+    Goodbye,
+    Join,
+    Kind,
+    Layout,
+    PromiseMemory,
+    RankEnded,
+    Refused,
+    StartRank,
+    ToAgent,
+    Welcome,
+)
+
+_log = logging.getLogger(__name__)
+
+# The control socket's name, for its key.
+CONTROL = "control"
+# Seconds between two looks whether hosts are there, and until one answers a simple question.
+_LOOK_S = 0.2
+_ANSWER_S = 20.0
+# Seconds for the hosts to leave, once they were told that the engine has ended.
+_LEAVE_S = 2.0
+
+
+class RemoteProcess:
+    """A rank's process on another host, with what is used of subprocess.Popen.
+
+    address, watch_address: of its two sockets, in the engine's folder. death: readable once it has
+    ended. last_line: that it wrote.
+    """
+
+    # No process of this host.
+    pid = 0
+
+    def __init__(self, rank: int, life: int, folder: Path, kill: Callable[[], None]) -> None:
+        self.rank, self.life = rank, life
+        # A name is used once: zmq removes a socket's file long after it was closed.
+        self.address = f"ipc://{folder}/rank-{rank}-{life}"
+        self.watch_address = f"ipc://{folder}/watch-{rank}-{life}"
+        self.returncode: int | None = None
+        self.last_line = ""
+        # A file object: once closed, its number cannot be mistaken for another file's.
+        self.death = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
+        self._ended = threading.Event()
+        self._kill = kill
+
+    def poll(self) -> int | None:
+        """Its exit code, once it has ended."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code. Raises subprocess.TimeoutExpired if it goes on."""
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired(f"rank {self.rank}", timeout or 0.0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.returncode is None:
+            self._kill()
+
+    def leave(self) -> None:
+        """Watch it no more."""
+        self.death.close()
+
+    def end(self, code: int, last_line: str) -> None:
+        """It has ended: called by the thread."""
+        if self.returncode is None:
+            self.returncode, self.last_line = code, last_line
+            with contextlib.suppress(ValueError):
+                self.death.write((1).to_bytes(8, sys.byteorder))
+            self._ended.set()
+
+
+@dataclass
+class _Relay:
+    """A rank elsewhere. started: whether its host was told to start it."""
+
+    process: RemoteProcess
+    cpus: StageCpus
+    control: Socket
+    watch: Socket
+    started: bool = False
+
+
+@dataclass
+class _Node:
+    """A host that takes part. identity: of its agent's connection, None while it is away. facts:
+    None until they came, once."""
+
+    number: int
+    name: str = ""
+    identity: bytes | None = None
+    joined: bool = False
+    facts: Facts | None = None
+    answers: "queue.SimpleQueue[FreeMemory]" = field(default_factory=queue.SimpleQueue)
+    relays: dict[int, _Relay] = field(default_factory=dict)
+
+
+class Hosts:
+    """The hosts beside this one, by their node ranks, from 1. Always close() it."""
+
+    def __init__(self, door: Door, secret: Secret, layout: Layout, model: str) -> None:
+        """door: where they connect. model: as they find it, unless they are told otherwise."""
+        self._door, self._layout, self._model = door, layout, model
+        self._context = zmq.Context()
+        self._gate = Gate(self._context)
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.linger = 1000
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._gate.guard(self._router, CONTROL, secret)
+        door.hand_to(self._router)
+        self._nodes = {number: _Node(number) for number in range(1, layout.nnodes)}
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
+        self._changed = threading.Condition()
+        self._failure: str | None = None
+        self._closing = False
+        self._lives = 0
+        self._thread = threading.Thread(target=self._run, name="headrace-hosts", daemon=True)
+        self._thread.start()
+
+    def wait_joined(self, timeout_s: float, check: Callable[[], None]) -> list[Facts]:
+        """What every host is, by node rank from 1. check: called once a second or more often, may
+        raise. Raises StartError naming who is missing, and what a host reports."""
+        waited_s = 0.0
+        while True:
+            check()
+            with self._changed:
+                began = time.monotonic()
+                if missing := [node for node in self._nodes.values() if node.facts is None]:
+                    self._changed.wait(_LOOK_S)
+            waited_s += min(_LOOK_S, time.monotonic() - began)
+            if self._failure is not None:
+                raise StartError(self._failure)
+            if not missing:
+                return [node.facts for node in self._nodes.values() if node.facts is not None]
+            if waited_s > timeout_s:
+                raise StartError(self._who_is_missing(missing, timeout_s))
+
+    def refuse(self, reason: str) -> None:
+        """Tell all hosts that they cannot take part."""
+        self._order(lambda: self._tell_all(Refused(reason)))
+
+    def start_rank(self, node: int, rank: int, cpus: StageCpus, folder: Path) -> RemoteProcess:
+        """Have it started there, at once or when the host is there again.
+
+        The engine finds its sockets in the folder, as if it ran here.
+        """
+        self._lives += 1
+        life = self._lives
+
+        def kill() -> None:
+            self._order(lambda: self._kill(node, process))
+
+        process = RemoteProcess(rank, life, folder, kill)
+        relay = _Relay(
+            process,
+            cpus,
+            self._bind(zmq.DEALER, process.address),
+            self._bind(zmq.ROUTER, process.watch_address),
+        )
+        self._order(lambda: self._add(node, relay))
+        return process
+
+    def free_memory(self, node: int) -> tuple[int, int]:
+        """Bytes of a host, now; and those of them that its other engines were promised. Raises
+        StartError if it does not say."""
+        answers = self._nodes[node].answers
+        while not answers.empty():
+            # It came too late for whoever asked before.
+            answers.get()
+        self._order(lambda: self._tell(self._nodes[node], AskMemory()))
+        try:
+            answer = answers.get(timeout=_ANSWER_S)
+            return answer.free, answer.promised
+        except queue.Empty:
+            raise StartError(
+                f"host {self._nodes[node].name} did not say within {_ANSWER_S:g} s how much memory "
+                "is free there"
+            ) from None
+
+    def promise_memory(self, cache_bytes: dict[int, int]) -> None:
+        """Let other engines on the hosts know of their ranks' caches. cache_bytes: by rank."""
+        self._order(lambda: self._promise_memory(cache_bytes))
+
+    def close(self) -> None:
+        """Tell the agents that the engine has ended; may be called again."""
+        if not self._thread.is_alive():
+            return
+        self._order(self._begin_closing)
+        self._thread.join()
+        self._door.shut()
+        self._context.term()
+        self._wake.close()
+
+    def _who_is_missing(self, missing: list[_Node], timeout_s: float) -> str:
+        connected = [node for node in missing if node.joined]
+        if connected:
+            names = " and ".join(node.name for node in connected)
+            return f"{names} joined, but did not say what it has within {timeout_s:g} s"
+        numbers = " and ".join(str(node.number) for node in missing)
+        address = self._door.address.removeprefix("tcp://")
+        return (
+            f"no host with --node-rank {numbers} of {self._layout.nnodes} hosts (--nnodes) joined "
+            f"at {address} within {timeout_s:g} s: start `headrace join {address} "
+            "--cluster-key-file ...` there, with a copy of this host's key, and let it through the "
+            "firewall"
+        )
+
+    def _order(self, order: Callable[[], None]) -> None:
+        """Have the thread do it."""
+        self._orders.put(order)
+        with contextlib.suppress(ValueError):
+            self._wake.write((1).to_bytes(8, sys.byteorder))
+
+    def _bind(self, kind: int, address: str) -> Socket:
+        bound = self._context.socket(kind)
+        bound.set_hwm(0)
+        bound.linger = 0
+        bound.bind(address)
+        return bound
+
+    # In the thread.
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake.fileno(), zmq.POLLIN)
+        self._poller = poller
+        looked_at = time.monotonic()
+        while not self._closing:
+            ready = dict(poller.poll(int(_LOOK_S * 1000)))
+            if self._wake.fileno() in ready:
+                self._wake.read(8)
+                while not self._orders.empty():
+                    self._orders.get()()
+            if self._router in ready:
+                self._take_from_agents()
+            for node in self._nodes.values():
+                for relay in list(node.relays.values()):
+                    self._pass_on(node, relay, ready)
+            if time.monotonic() - looked_at > _LOOK_S:
+                looked_at = time.monotonic()
+                self._look_for_all()
+        self._wait_until_all_left()
+        self._router.close()
+
+    def _look_for_all(self) -> None:
+        for node in self._nodes.values():
+            self._send(node, b"there", 0, 0, b"")
+
+    def _wait_until_all_left(self) -> None:
+        """What was said last is lost to those who did not read it when this side leaves."""
+        deadline = time.monotonic() + _LEAVE_S
+        while any(node.identity for node in self._nodes.values()) and time.monotonic() < deadline:
+            time.sleep(_LEAVE_S / 100)
+            self._look_for_all()
+
+    def _pass_on(self, node: _Node, relay: _Relay, ready: dict[object, int]) -> None:
+        """What the engine sent to a rank."""
+        rank, life = relay.process.rank, relay.process.life
+        if relay.control in ready:
+            # The host may be found gone in the middle of it, and its relays be removed.
+            while not relay.control.closed and relay.control.poll(0):
+                self._send(node, b"control", rank, life, relay.control.recv())
+        if relay.watch in ready:
+            while not relay.watch.closed and relay.watch.poll(0):
+                frames = relay.watch.recv_multipart()
+                self._send(node, b"watch", rank, life, cluster.pack_frames(frames))
+
+    def _take_from_agents(self) -> None:
+        while self._router.poll(0):
+            identity, *frames = self._router.recv_multipart()
+            try:
+                kind, rank, life, body = cluster.put_together(frames)
+                message = cluster.decode_from_agent(body) if kind == b"agent" else None
+            except (msgspec.DecodeError, ValueError):
+                # It has the key, but another idea of what is said.
+                self._answer(identity, Refused("it speaks another version of Headrace"))
+                continue
+            if isinstance(message, Join):
+                self._welcome(identity, message)
+                continue
+            node = next((n for n in self._nodes.values() if n.identity == identity), None)
+            if node is None:
+                continue
+            if message is not None:
+                self._take(node, message)
+            elif (relay := node.relays.get(rank)) is not None and relay.process.life == life:
+                if kind == b"control":
+                    relay.control.send(body)
+                elif kind == b"watch":
+                    relay.watch.send_multipart(cluster.unpack_frames(body))
+
+    def _welcome(self, identity: bytes, join: Join) -> None:
+        reason = self._why_not(join)
+        free = [n for n in self._nodes.values() if n.identity is None]
+        if join.node_rank is not None:
+            free = [node for node in free if node.number == join.node_rank]
+        if reason is None and not free:
+            whose = "all hosts are" if join.node_rank is None else f"host {join.node_rank} is"
+            reason = f"{whose} there already (--nnodes {self._layout.nnodes})"
+        if reason is not None:
+            _log.warning("host %s was refused: %s", join.name, reason)
+            self._answer(identity, Refused(reason))
+            return
+        # A host that comes again is the one it was.
+        node = next((node for node in free if node.name == join.name), free[0])
+        node.identity, node.name, node.joined = identity, join.name, True
+        self._tell(node, Welcome(node.number, self._model))
+
+    def _why_not(self, join: Join) -> str | None:
+        if join.version != headrace.__version__:
+            return (
+                f"host {join.name} has Headrace {join.version}, the engine's host "
+                f"{headrace.__version__}: install the same on both"
+            )
+        if join.node_rank is not None and join.node_rank not in self._nodes:
+            return (
+                f"host {join.name} was given --node-rank {join.node_rank}, and the engine's host "
+                f"--nnodes {self._layout.nnodes}: there are 1 to {self._layout.nnodes - 1}"
+            )
+        if join.layout is None:
+            return None
+        for name in Layout.__struct_fields__:
+            theirs, ours = getattr(join.layout, name), getattr(self._layout, name)
+            if theirs != ours:
+                flag = f"--{name.replace('_', '-')}"
+                return f"host {join.name} has {flag} {theirs}, the engine's host {flag} {ours}"
+        return None
+
+    def _take(self, node: _Node, message: cluster.FromAgent) -> None:
+        match message:
+            case Facts():
+                self._take_facts(node, message)
+            case FreeMemory():
+                node.answers.put(message)
+            case RankEnded(rank, life, code, last_line):
+                relay = node.relays.get(rank)
+                if relay is not None and relay.process.life == life:
+                    self._remove(node, relay, code, last_line)
+            case AgentFailed(reason):
+                node.identity = None
+                with self._changed:
+                    self._failure = f"host {node.name}: {reason}"
+                    self._changed.notify_all()
+
+    def _take_facts(self, node: _Node, facts: Facts) -> None:
+        before = node.facts
+        if before is not None and _weights(before) != _weights(facts):
+            reason = f"host {node.name} came again with another model than it had"
+            _log.warning(reason)
+            self._tell(node, Refused(reason))
+            node.identity = None
+            return
+        with self._changed:
+            node.facts = facts
+            self._changed.notify_all()
+        again = "" if before is None else " again"
+        _log.info("host %d joined%s: %s", node.number, again, facts.host.label)
+        for relay in node.relays.values():
+            self._start(node, relay)
+
+    def _add(self, node_number: int, relay: _Relay) -> None:
+        node = self._nodes[node_number]
+        if (old := node.relays.get(relay.process.rank)) is not None:
+            self._remove(node, old, -signal.SIGKILL, "")
+        node.relays[relay.process.rank] = relay
+        if node.identity is None:
+            _log.warning(
+                "host %d (%s) is not there: rank %d starts when it is",
+                node.number,
+                node.name,
+                relay.process.rank,
+            )
+        self._start(node, relay)
+
+    def _start(self, node: _Node, relay: _Relay) -> None:
+        if node.identity is None or relay.started:
+            return
+        relay.started = True
+        process, cpus = relay.process, relay.cpus
+        self._tell(node, StartRank(process.rank, process.life, list(cpus.cpus), cpus.threads))
+        # Only from now on is there anybody for what the engine has sent already.
+        self._poller.register(relay.control, zmq.POLLIN)
+        self._poller.register(relay.watch, zmq.POLLIN)
+
+    def _kill(self, node_number: int, process: RemoteProcess) -> None:
+        node = self._nodes[node_number]
+        relay = node.relays.get(process.rank)
+        if relay is None or relay.process is not process:
+            return
+        self._tell(node, EndRank(process.rank, process.life))
+        # Whatever the host does: the engine has given it up.
+        self._remove(node, relay, -signal.SIGKILL, "")
+
+    def _remove(self, node: _Node, relay: _Relay, code: int, last_line: str) -> None:
+        del node.relays[relay.process.rank]
+        for socket in (relay.control, relay.watch):
+            if socket in self._poller:
+                self._poller.unregister(socket)
+            socket.close()
+        relay.process.end(code, last_line)
+
+    def _lose(self, node: _Node) -> None:
+        """The host is gone, and its ranks with it."""
+        node.identity = None
+        if node.facts is None:
+            node.joined = False
+        if not self._closing:
+            _log.warning("host %d (%s) is gone", node.number, node.name)
+        for relay in list(node.relays.values()):
+            if relay.started:
+                self._remove(node, relay, -signal.SIGKILL, f"host {node.name} is gone")
+
+    def _promise_memory(self, cache_bytes: dict[int, int]) -> None:
+        for node in self._nodes.values():
+            own = {rank: size for rank, size in cache_bytes.items() if rank in node.relays}
+            self._tell(node, PromiseMemory(own))
+
+    def _tell_all(self, message: ToAgent) -> None:
+        for node in self._nodes.values():
+            self._tell(node, message)
+
+    def _tell(self, node: _Node, message: ToAgent) -> None:
+        self._send(node, b"agent", 0, 0, cluster.encode(message))
+
+    def _send(self, node: _Node, kind: Kind, rank: int, life: int, body: bytes) -> None:
+        if node.identity is None:
+            return
+        frames = cluster.cut(kind, rank, life, body, FRAME_BYTES)
+        try:
+            self._router.send_multipart([node.identity, *frames])
+        except zmq.ZMQError:
+            # The socket knows no such peer any more.
+            self._lose(node)
+
+    def _answer(self, identity: bytes, message: ToAgent) -> None:
+        frames = cluster.cut(b"agent", 0, 0, cluster.encode(message), FRAME_BYTES)
+        try:
+            self._router.send_multipart([identity, *frames])
+        except zmq.ZMQError:
+            _log.debug("a host that was to be refused is gone")
+
+    def _begin_closing(self) -> None:
+        self._tell_all(Goodbye())
+        for node in self._nodes.values():
+            for relay in list(node.relays.values()):
+                self._remove(node, relay, -signal.SIGKILL, "")
+        self._closing = True
+
+
+def _weights(facts: Facts) -> str | None:
+    return None if facts.host.weights is None else facts.host.weights.total

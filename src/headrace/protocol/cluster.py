@@ -1,0 +1,159 @@
+"""What the engine's host and the agents of the other hosts say to each other.
+
+Besides, messages between the engine and its ranks pass through an agent, which does not look into
+them. What crosses the network is one body, cut in frames, behind two frames that say whose it is.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from headrace.protocol.hosts import HostFacts
+
+
+class Layout(msgspec.Struct, array_like=True, frozen=True):
+    """What a host was told of the whole, by flags that all hosts are given."""
+
+    nnodes: int
+    pipeline_parallel_size: int
+    layer_partition: str | None
+
+
+class Join(msgspec.Struct, tag="join", array_like=True, frozen=True):
+    """An agent's first message. node_rank: None for whichever is free. layout: None if it was told
+    nothing."""
+
+    version: str
+    name: str
+    node_rank: int | None
+    layout: Layout | None
+
+
+class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):
+    """The answer: the agent says what its host is. model: as the engine was given it."""
+
+    node_rank: int
+    model: str
+
+
+class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
+    """The other answer: this host cannot take part; there is no use in trying again."""
+
+    reason: str
+
+
+class Facts(msgspec.Struct, tag="facts", array_like=True, frozen=True):
+    """What the host is. model_path: where the model lies there, None if it does not."""
+
+    host: HostFacts
+    model_path: str | None
+
+
+class AgentFailed(msgspec.Struct, tag="agent_failed", array_like=True, frozen=True):
+    """The agent cannot do what it was asked; it ends."""
+
+    reason: str
+
+
+class StartRank(msgspec.Struct, tag="start_rank", array_like=True, frozen=True):
+    """Start a rank's process. life: how many there were of it before. cpus, threads: for it."""
+
+    rank: int
+    life: int
+    cpus: list[int]
+    threads: int
+
+
+class EndRank(msgspec.Struct, tag="end_rank", array_like=True, frozen=True):
+    """Kill this process, if it still is there."""
+
+    rank: int
+    life: int
+
+
+class RankEnded(msgspec.Struct, tag="rank_ended", array_like=True, frozen=True):
+    """A process has ended, with this code (a signal's number negated). last_line: that it wrote."""
+
+    rank: int
+    life: int
+    code: int
+    last_line: str
+
+
+class AskMemory(msgspec.Struct, tag="ask_memory", array_like=True, frozen=True):
+    """How much memory is free there now?"""
+
+
+class FreeMemory(msgspec.Struct, tag="free_memory", array_like=True, frozen=True):
+    """free: bytes, of which promised only look free: other engines there were promised them."""
+
+    free: int
+    promised: int
+
+
+class PromiseMemory(msgspec.Struct, tag="promise_memory", array_like=True, frozen=True):
+    """Let other engines there know of the caches. cache_bytes: by rank."""
+
+    cache_bytes: dict[int, int]
+
+
+class Goodbye(msgspec.Struct, tag="goodbye", array_like=True, frozen=True):
+    """The engine has ended in order; so does the agent."""
+
+
+ToAgent = Welcome | Refused | StartRank | EndRank | AskMemory | PromiseMemory | Goodbye
+FromAgent = Join | Facts | AgentFailed | RankEnded | FreeMemory
+
+# Whose a body is: the agent's; a rank's control socket's; a rank's other socket's, all its frames;
+# nobody's, to see whether the other side is there.
+Kind = Literal[b"agent", b"control", b"watch", b"there"]
+
+_encoder = msgspec.msgpack.Encoder()
+_to_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
+_from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
+_life: msgspec.msgpack.Decoder[tuple[int, int]] = msgspec.msgpack.Decoder(tuple[int, int])
+_frames: msgspec.msgpack.Decoder[list[bytes]] = msgspec.msgpack.Decoder(list[bytes])
+
+
+def encode(message: ToAgent | FromAgent) -> bytes:
+    """One message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_to_agent(data: bytes) -> ToAgent:
+    """A message to an agent; raises msgspec.DecodeError for anything else."""
+    return _to_agent.decode(data)
+
+
+def decode_from_agent(data: bytes) -> FromAgent:
+    """A message from an agent; raises msgspec.DecodeError for anything else."""
+    return _from_agent.decode(data)
+
+
+def pack_frames(frames: list[bytes]) -> bytes:
+    """All frames of a message as one body."""
+    return _encoder.encode(frames)
+
+
+def unpack_frames(data: bytes) -> list[bytes]:
+    """Raises msgspec.DecodeError if they are none."""
+    return _frames.decode(data)
+
+
+def cut(kind: Kind, rank: int, life: int, body: bytes, frame_bytes: int) -> list[bytes]:
+    """The frames that cross the network. rank, life: whose process; 0, 0 for the agent."""
+    return [kind, _encoder.encode((rank, life)), *_pieces(body, frame_bytes)]
+
+
+def put_together(frames: list[bytes]) -> tuple[bytes, int, int, bytes]:
+    """Kind, rank, life and body of what was cut. Raises msgspec.DecodeError, ValueError if it is
+    nothing of the sort."""
+    kind, whose, *pieces = frames
+    rank, life = _life.decode(whose)
+    return kind, rank, life, pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _pieces(body: bytes, frame_bytes: int) -> Iterator[bytes]:
+    for begin in range(0, max(1, len(body)), frame_bytes):
+        yield body[begin : begin + frame_bytes]
