@@ -291,7 +291,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         finished = run(
             "generate", "--json", "--model", tiny_file(tmp_path), "-pp", "2", "--prompt", "hi",
-            "--master-port", port,
+            "--link-backend", "gloo", "--master-port", port,
         )  # fmt: skip
     assert finished.code == 1
     assert f"127.0.0.1:{port}" in finished.err

@@ -21,7 +21,12 @@ def test_a_dry_run_prints_every_rank_and_the_sizes_as_json() -> None:
     ]
     assert [(rank["cores"], rank["threads"]) for rank in decided["ranks"]] == [([], 3)] * 2
     assert decided["max_model_len"] == 64
-    assert decided["rendezvous"] == {"address": "127.0.0.1", "port": None}
+    assert (decided["link_backend"], decided["rendezvous"]) == ("local", None)
+
+
+def test_a_dry_run_tells_where_stages_meet_if_they_listen_on_the_network() -> None:
+    finished = run(*SERVE, "--link-backend", "gloo", "--dry-run", "--json")
+    assert json.loads(finished.out)["rendezvous"] == {"address": "127.0.0.1", "port": None}
 
 
 def test_a_dry_run_without_json_is_for_people() -> None:

@@ -17,6 +17,7 @@ from command import wait_until
 from headrace.async_llm import AsyncLLM
 from headrace.checkpoint.synthetic import synthetic_tokenizer
 from headrace.config import EngineConfig
+from headrace.deployment.recovery import RecoveryStatus
 from headrace.deployment.virtual import launch_virtual
 from headrace.engine.outputs import OutputDelta
 from headrace.engine.prepared import Prepared
@@ -45,6 +46,7 @@ class HandedOut:
         self.card = replace(virtual.card, max_model_len=8192, max_num_seqs=SLOTS)
         self.tokenizer = synthetic_tokenizer()
         self.snapshot = virtual.engine.snapshot
+        self.recovery = RecoveryStatus()
         self.detokenizer, self.reader = virtual.engine.detokenizer, virtual.engine.reader
         self.submissions: list[Submission] = []
         self.aborted: list[Submission] = []
