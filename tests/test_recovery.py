@@ -115,11 +115,14 @@ def test_a_death_while_the_pipeline_recovers_is_one_more_restart(
         look, killed = recovery.ranks.look, list[int]()
 
         def look_and_kill(timeout_s: float) -> bool:
-            # One that loads, one that lives on, and both at once.
-            victims = [[1], [0], [1, 2]][len(killed) :][:1]
-            for victim in victims[0] if victims else ():
-                send(llm, victim, signal.SIGKILL)
-            killed.append(0)
+            # One that loads, one that lives on, and both at once: each when the death before has
+            # led to a restart.
+            victims = [[1], [0], [1, 2]]
+            number = len(killed)
+            if number < len(victims) and recovery.status.restarts == number + 1:
+                killed.append(number)
+                for victim in victims[number]:
+                    send(llm, victim, signal.SIGKILL)
             return look(timeout_s)
 
         recovery.ranks.look = look_and_kill  # type: ignore[method-assign]
@@ -129,6 +132,7 @@ def test_a_death_while_the_pipeline_recovers_is_one_more_restart(
                 send(llm, 1, signal.SIGKILL)
 
         assert answers(llm, kill) == expected
+        assert killed == [0, 1, 2]
         assert recovery.status.restarts >= 4
 
 

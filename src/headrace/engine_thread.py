@@ -182,8 +182,9 @@ class EngineThread:
             while not self._closing:
                 while not self._orders.empty():
                     self._orders.get()()
-                # Also when there is nothing to do: an order wakes it, and so does a death.
-                if not self._closing:
+                # Also when there is nothing to do: an order wakes it, and so does a death. What has
+                # ended is released even if the order was to close.
+                if not (self._closing and self._engine.idle):
                     self._deliver(self._recovery.step())
             self._end(UsageError("this AsyncLLM is closed: make another"))
             self._processes.close(drain=True)

@@ -1,10 +1,11 @@
 """The watch over the event loop: what it sees, and what it lets pass."""
 
 import asyncio
+import gc
 import hashlib
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -13,6 +14,15 @@ import uvloop
 
 from headrace.serving.loop_watch import BOUND_S, STOOD_STILL, watched
 from serving.running_server import running_server
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_collect() -> Iterator[None]:
+    """Looking through all that this process's other tests left would be a standstill of its own."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def reports_of(work: Callable[[], Awaitable[None]], again: bool = False) -> list[str]:
