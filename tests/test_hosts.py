@@ -121,10 +121,12 @@ def strangers(port: int) -> Iterator[threading.Event]:
     """Connect with junk, again and again, to the engine's host, and to whatever else of these
     processes listens, from before there is anything until the test is over."""
     over, connections = threading.Event(), []
+    # Servers of other tests in this process.
+    earlier = set(listening_on_networks(_descendants()))
 
     def bother() -> None:
         while not over.is_set():
-            found = listening_on_networks(_descendants())
+            found = set(listening_on_networks(_descendants())) - earlier
             for address in {f"tcp://127.0.0.1:{port}", *found}:
                 connections.extend(junk(address, 5))
             while len(connections) > 600:
@@ -147,13 +149,15 @@ def _descendants() -> list[psutil.Process]:
 def test_strangers_at_every_socket_neither_get_in_nor_harm_anybody(
     model: str, alone: list[list[int]], key: Path, port: int, strangers: threading.Event
 ) -> None:
+    # Servers of other tests in this process.
+    earlier = listening_on_networks(_descendants())
     with agents(1, port, key) as others:
         with engine(model, port, key, 2, max_restarts=0) as llm:
             for _ in range(3):
                 assert tokens(llm) == alone
             # Ranks have met, and let nobody in any more; the engine's host waits for hosts that
             # come again.
-            everybody = listening_on_networks(_descendants())
+            everybody = set(listening_on_networks(_descendants())) - set(earlier)
             assert [address for address in everybody if answers(address)] == [
                 f"tcp://127.0.0.1:{port}"
             ]
