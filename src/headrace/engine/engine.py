@@ -285,16 +285,14 @@ class Engine:
         self._apart = request_id
 
     def _computed_by(self, fault: RankFault) -> list[Sequence]:
-        """Whose rows the rank may have been computing: those of the oldest step on which it has not
-        reported, and of the next, since its newest report may be lost with it."""
-        steps = [fault.step]
-        if fault.step is None:
-            oldest = self.scheduler.oldest_step_in_flight
-            if oldest is None:
-                return []
-            due = max(oldest, self.pace.usage[fault.rank].newest_step + 1)
-            steps = [due, due + 1]
-        rows = [s for step in steps if step is not None for s in self.scheduler.rows_of(step)]
+        """Whose rows the rank may have been computing: those of all steps on which it has not
+        reported, unless it said which, since its newest reports may be lost with it."""
+        if fault.step is not None:
+            steps = range(fault.step, fault.step + 1)
+        else:
+            due = self.pace.usage[fault.rank].newest_step + 1
+            steps = range(due, self.scheduler.newest_step + 1)
+        rows = [sequence for step in steps for sequence in self.scheduler.rows_of(step)]
         return [sequence for sequence in dict.fromkeys(rows) if not sequence.finished]
 
     def _end(
