@@ -237,12 +237,12 @@ def _reserve_cache(
 
     def choose(promised: int) -> int:
         fit = []
-        for node in sorted(set(deployment.hosts)):
-            free = free_memory()
-            if node:
+        for node in set(deployment.hosts):
+            if node == 0:
+                fit.append(fitting(node, free_memory(), promised))
+            else:
                 assert meeting is not None
-                free, promised = meeting.hosts.free_memory(node)
-            fit.append(fitting(node, free, promised))
+                fit.append(fitting(node, *meeting.hosts.free_memory(node)))
         return min(fit)
 
     return processes.reserve_cache(bytes_per_block, choose)
