@@ -20,9 +20,9 @@ from forks import in_fork
 from headrace import LLM, SamplingParams
 from headrace.engine.request import Sequence
 from headrace.errors import UsageError
-from headrace.pipeline.hosts import RemoteProcess
 from headrace.pipeline.launch import RankProcesses
 from headrace.pipeline.process import LocalProcess
+from headrace.pipeline.remote_process import RemoteProcess
 from headrace.protocol.messages import Report, Result
 from tiny_checkpoints import write_tiny_gguf
 

@@ -19,9 +19,10 @@ from headrace import errors
 from headrace.errors import HeadraceError, PipelineError, StartError, UsageError
 from headrace.host.cpus import StageCpus
 from headrace.host.engine_folder import EngineFolder
-from headrace.pipeline.hosts import Hosts, RemoteProcess
+from headrace.pipeline.hosts import Hosts
 from headrace.pipeline.process import LocalProcess, start_rank_process
 from headrace.pipeline.rank_process import RankProcess, end_ranks, start_rank
+from headrace.pipeline.remote_process import RemoteProcess
 from headrace.pipeline.watch import ask
 from headrace.protocol import codec
 from headrace.protocol.fault import RankFault

@@ -11,8 +11,8 @@ import msgspec
 import zmq
 
 from headrace.errors import PipelineError
-from headrace.pipeline.hosts import RemoteProcess
 from headrace.pipeline.process import LocalProcess
+from headrace.pipeline.remote_process import RemoteProcess
 from headrace.pipeline.watch import connect_watch
 from headrace.protocol import codec
 from headrace.protocol.messages import FromRank, RankConfig, ToRank
