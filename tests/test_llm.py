@@ -9,6 +9,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.errors import PipelineError, UsageError
+from headrace.pipeline import launch
 from tiny_checkpoints import write_tiny_gguf
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -149,6 +150,16 @@ def test_a_wrong_setting_is_named_before_anything_starts(
 ) -> None:
     with pytest.raises(UsageError, match=reason):
         LLM("smollm2", **settings)
+
+
+def test_a_start_waits_for_nothing_but_its_stages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it ever looked for something that nobody is going to say, it would hang here."""
+    monkeypatch.setattr(launch, "_START_LOOK", 1e6)
+    model = write_tiny_gguf(tmp_path / "tiny.gguf")
+    with LLM(str(model), pipeline_parallel_size=2) as llm:
+        assert llm.generate(["a"], SamplingParams(max_tokens=1))[0].finished
 
 
 @pytest.mark.parametrize("victim", [2])

@@ -145,6 +145,8 @@ class RankProcesses:
         """Have every stage allocate its cache and meet the others."""
         assert self._start is not None
         self._start.num_blocks = num_blocks
+        # At once: nobody says anything before, and look() would wait for that.
+        self._tell_cache(self._start)
         while not self.look(_START_LOOK, on_progress):
             check()
 
