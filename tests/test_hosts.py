@@ -1,6 +1,7 @@
 """Several hosts, here all on loopback: the tokens of one host, and no stranger let in."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -81,6 +82,16 @@ def test_hosts_give_the_tokens_of_one(
         # They end with the engine, in order.
         assert [agent.end() for agent in others] == [0] * (hosts - 1)
         assert all(agent.lines[-1] == "ended in order" for agent in others), others
+
+
+def test_lines_between_hosts_are_measured_and_shown(
+    model: str, key: Path, port: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with agents(2, port, key), engine(model, port, key, 3):
+        pass
+    table = [row.split("│") for row in capfd.readouterr().err.splitlines() if row[:1] == "│"]
+    assert len(table) == 3
+    assert all(re.fullmatch(r"[\d.e-]+ ms, [\d.]+ Gb/s", row[-2].strip()) for row in table), table
 
 
 def test_a_rank_and_a_host_that_die_lose_nothing(

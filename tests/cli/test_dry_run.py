@@ -1,6 +1,7 @@
 """`headrace serve --dry-run` tells all that is decided and starts nothing."""
 
 import json
+from pathlib import Path
 
 from command import run
 
@@ -46,3 +47,12 @@ def test_a_dry_run_refuses_what_a_start_would() -> None:
     finished = run(*SERVE, "--layer-partition", "1,2", "--dry-run")
     assert finished.code == 2
     assert "--layer-partition 1,2 adds up to 3, the model has 2 layers" in finished.err
+
+
+def test_a_dry_run_of_several_hosts_says_what_it_cannot_know(tmp_path: Path) -> None:
+    several = ("--nnodes", "2", "--cluster-key-file", str(tmp_path / "key"))
+    finished = run(*SERVE, *several, "--dry-run", "--json")
+    assert finished.code == 0
+    assert json.loads(finished.out)["ranks"]
+    assert "what the other 1 of --nnodes 2 have" in finished.err
+    assert "is known once they have joined" in finished.err

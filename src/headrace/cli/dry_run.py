@@ -15,12 +15,20 @@ from headrace.deployment.resolve import resolve
 
 
 def print_deployment(config: EngineConfig, *, as_json: bool) -> None:
-    """Decide everything on this machine and print it; nothing is started.
+    """Decide everything on this machine and print it; nothing is started. What cannot be known
+    before other hosts have joined is said on standard error.
 
     Raises what resolve() and read_model() raise.
     """
     deployment = resolve(config, read_model(config), read_machine())
     decided = describe(deployment)
+    if config.nnodes > 1:
+        print(
+            f"this is for this host alone: what the other {config.nnodes - 1} of --nnodes "
+            f"{config.nnodes} have, and what the lines between them can do, is known once they "
+            "have joined; stages and layers are then placed anew",
+            file=sys.stderr,
+        )
     if as_json:
         print(json.dumps(decided, indent=2))
         return

@@ -16,6 +16,8 @@ _FEEDBACK_BYTES = 8
 # by more. What noise decided would differ from start to start.
 _ALIKE_HOSTS = 1.1
 _ALIKE_LINKS = 1.25
+# Seconds: what it takes to wake who waits for a message differs by so much from one to the next.
+_ALIKE_MESSAGES_S = 2e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,8 @@ def capacities(
 def hop_seconds(
     links: Mapping[tuple[int, int], LinkFigures], hidden_size: int, element_size: int
 ) -> HopSeconds:
-    """Of links that were measured; those that differ by less than a quarter count as equal.
+    """Of links that were measured; those that differ by less than a quarter, or by less than it
+    takes to wake a process, count as equal.
 
     Where some were, a link that was not is one that nobody can use. element_size: bytes of a number
     of the activations.
@@ -73,7 +76,7 @@ def hop_seconds(
 
     def seconds(row_bytes: int) -> dict[tuple[int, int], float]:
         taken = [link.latency_s + _ROWS * row_bytes / link.bytes_per_s for link in links.values()]
-        return dict(zip(links, _evened(taken, _ALIKE_LINKS), strict=True))
+        return dict(zip(links, _evened(taken, _ALIKE_LINKS, _ALIKE_MESSAGES_S), strict=True))
 
     return HopSeconds(
         activations=seconds(hidden_size * element_size),
@@ -89,12 +92,13 @@ def _unit_seconds(host: HostFacts, dtype: str, element_size: int) -> float:
     return element_size / rates.read_bytes_per_s + 2 * _ROWS / rates.operations_per_s
 
 
-def _evened(seconds: Sequence[float], factor: float) -> list[float]:
-    """Those that are alike, each within the factor of the least of them, all as their mean."""
+def _evened(seconds: Sequence[float], factor: float, more_s: float = 0.0) -> list[float]:
+    """Those that are alike, none beyond the least of them times the factor and so many seconds
+    more, all as their mean."""
     evened = list(seconds)
     left = sorted(range(len(seconds)), key=lambda host: seconds[host])
     while left:
-        limit = seconds[left[0]] * factor
+        limit = seconds[left[0]] * factor + more_s
         alike = [host for host in left if seconds[host] <= limit]
         mean = sum(seconds[host] for host in alike) / len(alike)
         for host in alike:

@@ -1,5 +1,7 @@
 """What a host says of itself, so that ranks may be placed on it."""
 
+from collections.abc import Callable
+
 import msgspec
 
 from headrace.checkpoint.digest import weights_digest
@@ -10,8 +12,11 @@ from headrace.host.cpus import StageCpus
 from headrace.protocol.hosts import HostFacts, HostSpeed
 
 
-def read_host_facts(address: str, files: ModelFiles | None) -> HostFacts:
+def read_host_facts(
+    address: str, files: ModelFiles | None, check: Callable[[], None] = lambda: None
+) -> HostFacts:
     """All about this host. address: by which others reach it. files: the model's, if it has them.
+    check: called once a second or more often, may raise.
 
     Takes some seconds, most of them to load torch in a process of its own. Raises ModelError for
     files that are missing or damaged, PipelineError if that process fails.
@@ -20,13 +25,14 @@ def read_host_facts(address: str, files: ModelFiles | None) -> HostFacts:
     return msgspec.structs.replace(
         host,
         address=address,
-        speed=measure_speed(host.cores),
+        speed=measure_speed(host.cores, check),
         weights=None if files is None else weights_digest(files),
     )
 
 
-def measure_speed(cores: tuple[int, ...]) -> HostSpeed:
-    """The rates of the kernels on these cores, a thread on each; PipelineError if that fails."""
+def measure_speed(cores: tuple[int, ...], check: Callable[[], None] = lambda: None) -> HostSpeed:
+    """The rates of the kernels on these cores, a thread on each; PipelineError if that fails.
+    check: called once a second or more often, may raise."""
     cpus = StageCpus(list(cores), len(cores))
-    answer = answer_alone("headrace.kernels.rates", "measuring this host's speed", cpus, b"")
+    answer = answer_alone("headrace.kernels.rates", "measuring this host's speed", cpus, b"", check)
     return msgspec.msgpack.decode(answer, type=HostSpeed)

@@ -11,6 +11,7 @@ from headrace.checkpoint.locate import locate_model
 from headrace.config import DEFAULT_PORT, EngineConfig
 from headrace.deployment.agreement import check_agreement
 from headrace.deployment.host_facts import read_host_facts
+from headrace.deployment.lines import measure_lines
 from headrace.deployment.machine import Cluster
 from headrace.errors import ModelError, StartError, UsageError
 from headrace.host.cluster_key import Secret, read_cluster_key
@@ -64,18 +65,24 @@ def meet_hosts(config: EngineConfig, check: Callable[[], None]) -> HostMeeting:
     )
     hosts = Hosts(door, secret, _layout(config), config.model)
     try:
-        own = read_host_facts(here.address, locate_model(config.model))
+        own = read_host_facts(here.address, locate_model(config.model), check)
         facts = hosts.wait_joined(config.join_timeout, check)
         everybody = (own, *(fact.host for fact in facts))
         _check(hosts, everybody, facts)
+        run = secret.derive(f"run {secrets.token_hex(16)}")
+        links = measure_lines(
+            hosts, everybody, here, run.derive("lines"), not config.insecure_links, check
+        )
     except BaseException:
         hosts.close()
         raise
     paths = [str(locate_model(config.model).path.resolve())]
     paths += [fact.model_path or "" for fact in facts]
-    run = secret.derive(f"run {secrets.token_hex(16)}")
     return HostMeeting(
-        hosts=hosts, cluster=Cluster(hosts=everybody), model_paths=tuple(paths), run=run
+        hosts=hosts,
+        cluster=Cluster(hosts=everybody, links=links),
+        model_paths=tuple(paths),
+        run=run,
     )
 
 
@@ -143,6 +150,7 @@ def joining_agent(
 
     return Agent(
         master=(_resolved(host), port),
+        address=here.address,
         interface=str(here),
         secret=secret,
         name=socket.gethostname(),

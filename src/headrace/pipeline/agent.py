@@ -22,10 +22,12 @@ from headrace.host.engine_folder import EngineFolder
 from headrace.host.memory import free_memory
 from headrace.pipeline.curve import FRAME_BYTES, Context, Socket, show_key
 from headrace.pipeline.hosts import CONTROL
+from headrace.pipeline.line import take_part
 from headrace.pipeline.process import LocalProcess, start_rank_process
 from headrace.protocol import cluster
 from headrace.protocol.cluster import (
     AgentFailed,
+    AnswerLine,
     AskMemory,
     EndRank,
     Facts,
@@ -35,6 +37,7 @@ from headrace.protocol.cluster import (
     Join,
     Kind,
     Layout,
+    MeasureLine,
     PromiseMemory,
     RankEnded,
     Refused,
@@ -59,13 +62,15 @@ class _MasterLostError(Exception):
 class Agent:
     """What a host needs to take part.
 
-    master: address and port of the engine's host. interface: in words, that through which it is
-    reached. name: this host's. node_rank, layout: None if it was not told. join_timeout_s: for the
-    engine's host to be there, at the start and whenever it was lost. facts: what this host has, of
-    the model that is served by this name; raises HeadraceError. say: told what happens, a line.
+    master: address and port of the engine's host. address: this host's, as others reach it.
+    interface: in words, that which has it. name: this host's. node_rank, layout: None if it was not
+    told. join_timeout_s: for the engine's host to be there, at the start and whenever it was lost.
+    facts: what this host has, of the model that is served by this name; raises HeadraceError. say:
+    told what happens, a line.
     """
 
     master: tuple[str, int]
+    address: str
     interface: str
     secret: Secret
     name: str
@@ -98,20 +103,20 @@ class Agent:
                 raise StartError(self._nobody_there())
             if tries == 0:
                 self.say(
-                    f"waits for the engine's host at {self.address} (from {self.interface}, for "
+                    f"waits for the engine's host at {self.there} (from {self.interface}, for "
                     f"{self.join_timeout_s:g} s)"
                 )
             tries += 1
             time.sleep(_AGAIN_S)
 
     @property
-    def address(self) -> str:
+    def there(self) -> str:
         """The engine's host, as people write it."""
         return f"{self.master[0]}:{self.master[1]}"
 
     def _nobody_there(self) -> str:
         return (
-            f"no engine's host let this one in at {self.address}, from {self.interface}, within "
+            f"no engine's host let this one in at {self.there}, from {self.interface}, within "
             f"{self.join_timeout_s:g} s: is `headrace serve --nnodes ...` running there, with the "
             "same --cluster-key-file, and is the port open in its firewall?"
         )
@@ -190,17 +195,17 @@ class _Session:
             message = cluster.decode_to_agent(body)
         except msgspec.DecodeError as error:
             raise StartError(
-                f"the engine's host at {self.agent.address} speaks another version of Headrace "
+                f"the engine's host at {self.agent.there} speaks another version of Headrace "
                 f"than this one, {headrace.__version__} ({error})"
             ) from error
         match message:
             case Welcome(node_rank, model):
                 self.agent.say(
-                    f"joined {self.agent.address} as host {node_rank}, from {self.agent.interface}"
+                    f"joined {self.agent.there} as host {node_rank}, from {self.agent.interface}"
                 )
                 self._tell_facts(model)
             case Refused(reason):
-                raise StartError(f"{self.agent.address} refused this host: {reason}")
+                raise StartError(f"{self.agent.there} refused this host: {reason}")
             case StartRank():
                 self._start(message)
             case EndRank(rank, life):
@@ -217,6 +222,10 @@ class _Session:
                         if rank in self._ranks
                     }
                 )
+            case AnswerLine() | MeasureLine():
+                # Nothing else is asked of this host meanwhile.
+                for told in take_part(message, self.agent.address, self.agent.interface):
+                    self._say(told)
             case Goodbye():
                 self.agent.say("the engine has ended")
                 return False

@@ -33,6 +33,7 @@ from headrace.pipeline.remote_process import RemoteProcess
 from headrace.protocol import cluster
 from headrace.protocol.cluster import (
     AgentFailed,
+    AnswerLine,
     AskMemory,
     EndRank,
     Facts,
@@ -41,11 +42,16 @@ from headrace.protocol.cluster import (
     Join,
     Kind,
     Layout,
+    LineFailed,
+    LineMeasured,
+    LineOpen,
+    MeasureLine,
     PromiseMemory,
     RankEnded,
     Refused,
     StartRank,
     ToAgent,
+    ToldOfLine,
     Welcome,
 )
 
@@ -82,6 +88,7 @@ class _Node:
     joined: bool = False
     facts: Facts | None = None
     answers: "queue.SimpleQueue[FreeMemory]" = field(default_factory=queue.SimpleQueue)
+    of_lines: "queue.SimpleQueue[ToldOfLine]" = field(default_factory=queue.SimpleQueue)
     relays: dict[int, _Relay] = field(default_factory=dict)
 
 
@@ -167,6 +174,17 @@ class Hosts:
                 f"host {self._nodes[node].name} did not say within {_ANSWER_S:g} s how much memory "
                 "is free there"
             ) from None
+
+    def order_line(
+        self, node: int, order: AnswerLine | MeasureLine
+    ) -> "queue.SimpleQueue[ToldOfLine]":
+        """Have a host do its part in measuring a line, one at a time; what it says comes there."""
+        self._order(lambda: self._tell(self._nodes[node], order))
+        return self._nodes[node].of_lines
+
+    def is_there(self, node: int) -> bool:
+        """Whether a host takes part now."""
+        return self._nodes[node].identity is not None
 
     def promise_memory(self, cache_bytes: dict[int, int]) -> None:
         """Let other engines on the hosts know of their ranks' caches. cache_bytes: by rank."""
@@ -324,6 +342,8 @@ class Hosts:
                 self._take_facts(node, message)
             case FreeMemory():
                 node.answers.put(message)
+            case LineOpen() | LineMeasured() | LineFailed():
+                node.of_lines.put(message)
             case RankEnded(rank, life, code, last_line):
                 relay = node.relays.get(rank)
                 if relay is not None and relay.process.life == life:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.protocol.hosts import HostFacts
+from headrace.protocol.hosts import HostFacts, LinkFigures
 
 
 class Layout(msgspec.Struct, array_like=True, frozen=True):
@@ -98,12 +98,60 @@ class PromiseMemory(msgspec.Struct, tag="promise_memory", array_like=True, froze
     cache_bytes: dict[int, int]
 
 
+class AnswerLine(msgspec.Struct, tag="answer_line", array_like=True, frozen=True):
+    """Listen for another host that measures its line to this one, and answer it. name: the line's.
+    secret: for it alone. encrypted: or only authenticated."""
+
+    name: str
+    secret: bytes
+    encrypted: bool
+
+
+class LineOpen(msgspec.Struct, tag="line_open", array_like=True, frozen=True):
+    """Where the host listens. interface: that which has the address, in words."""
+
+    address: str
+    interface: str
+
+
+class MeasureLine(msgspec.Struct, tag="measure_line", array_like=True, frozen=True):
+    """Measure the line to the host that answers there; the rest as it was told."""
+
+    name: str
+    secret: bytes
+    encrypted: bool
+    address: str
+
+
+class LineMeasured(msgspec.Struct, tag="line_measured", array_like=True, frozen=True):
+    """From this host to the other."""
+
+    figures: LinkFigures
+
+
+class LineFailed(msgspec.Struct, tag="line_failed", array_like=True, frozen=True):
+    """What the host could not do, to be read after its name."""
+
+    reason: str
+
+
 class Goodbye(msgspec.Struct, tag="goodbye", array_like=True, frozen=True):
     """The engine has ended in order; so does the agent."""
 
 
-ToAgent = Welcome | Refused | StartRank | EndRank | AskMemory | PromiseMemory | Goodbye
-FromAgent = Join | Facts | AgentFailed | RankEnded | FreeMemory
+ToldOfLine = LineOpen | LineMeasured | LineFailed
+ToAgent = (
+    Welcome
+    | Refused
+    | StartRank
+    | EndRank
+    | AskMemory
+    | PromiseMemory
+    | AnswerLine
+    | MeasureLine
+    | Goodbye
+)
+FromAgent = Join | Facts | AgentFailed | RankEnded | FreeMemory | ToldOfLine
 
 # Whose a body is: the agent's; a rank's control socket's; a rank's other socket's, all its frames;
 # nobody's, to see whether the other side is there.
