@@ -14,7 +14,7 @@ from headrace.bench.running import running_engine
 from headrace.bench.stage_steps import StepTime, step_times
 from headrace.checkpoint.locate import locate_model
 from headrace.config import EngineConfig
-from headrace.deployment.start import rank_config
+from headrace.deployment.rank_setup import rank_config
 from headrace.errors import UsageError
 from headrace.protocol.plan import Plan, token_count
 

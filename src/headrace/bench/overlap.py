@@ -10,8 +10,9 @@ from headrace.bench.running import running_engine
 from headrace.bench.stage_alone import seconds_alone
 from headrace.checkpoint.locate import SYNTHETIC
 from headrace.config import EngineConfig
+from headrace.deployment.rank_setup import rank_config
 from headrace.deployment.resolve import Deployment
-from headrace.deployment.start import RunningEngine, rank_config
+from headrace.deployment.start import RunningEngine
 from headrace.engine.microbatch_count import best_count, round_seconds
 from headrace.engine.snapshot import EngineSnapshot
 from headrace.engine.step_cost import StepWork

@@ -3,29 +3,25 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig
-from headrace.deployment.cache_size import choose_num_blocks
 from headrace.deployment.engine import new_engine
 from headrace.deployment.hosts import HostMeeting, meet_hosts
 from headrace.deployment.machine import read_machine
 from headrace.deployment.model import read_model
 from headrace.deployment.model_card import ModelCard, model_card
-from headrace.deployment.partition import layer_costs
 from headrace.deployment.plan_table import print_plan
+from headrace.deployment.rank_setup import rank_configs, reserve_cache, step_priors
 from headrace.deployment.recovery import Recovery
 from headrace.deployment.resolve import Deployment, resolve
 from headrace.engine.engine import Engine
 from headrace.engine.prefill_order import PrefillOrder
 from headrace.engine.recorder import Recorder
-from headrace.engine.step_cost import StepCost, prior_cost
-from headrace.host.memory import free_memory
-from headrace.pipeline.launch import RankProcesses, bind_master
-from headrace.protocol.messages import Loaded, Loading, RankConfig
+from headrace.pipeline.launch import RankProcesses
+from headrace.protocol.messages import Loading
 
 _log = logging.getLogger(__name__)
 
@@ -102,11 +98,11 @@ def start(
     began = time.monotonic()
     watch = watch or StartWatch()
     hosts = None if meeting is None else meeting.hosts
-    with _rank_configs(deployment, epoch, meeting) as configs:
+    with rank_configs(deployment, epoch, meeting) as configs:
         processes = RankProcesses(configs, list(deployment.cpus), hosts, deployment.hosts)
 
     def restart(epoch: int) -> None:
-        with _rank_configs(deployment, epoch, meeting) as configs:
+        with rank_configs(deployment, epoch, meeting) as configs:
             processes.restart(configs, num_blocks)
 
     try:
@@ -116,7 +112,7 @@ def start(
         loaded = processes.wait_loaded(watch.on_progress, watch.check)
         for note in sorted({rank.note for rank in loaded if rank.note}):
             _log.warning(note)
-        num_blocks = _reserve_cache(deployment, processes, loaded, meeting)
+        num_blocks = reserve_cache(deployment, processes, loaded, meeting)
         processes.allocate_cache(num_blocks, watch.on_progress, watch.check)
         engine = new_engine(
             deployment,
@@ -124,7 +120,7 @@ def start(
             tokenizer,
             num_blocks=num_blocks,
             epoch=epoch,
-            priors=_priors(deployment, loaded),
+            priors=step_priors(deployment, loaded),
             recorder=recorder,
             order=order,
         )
@@ -145,117 +141,3 @@ def start(
         tokenizer=tokenizer,
         card=model_card(deployment, loaded, num_blocks, time.monotonic() - began),
     )
-
-
-def rank_config(
-    deployment: Deployment,
-    rank: int,
-    epoch: int = 0,
-    *,
-    master_port: int = 0,
-    store_fd: int | None = None,
-    meeting: HostMeeting | None = None,
-) -> RankConfig:
-    """What a rank is told first. master_port, store_fd: of the store where ranks meet, the latter
-    on the first rank alone. meeting: of the hosts, where there are several."""
-    config, model, ranks = deployment.config, deployment.model, deployment.ranks
-    share = deployment.shares[ranks.stage_of(rank)]
-    path, host_links = str(model.files.path.resolve()), None
-    if meeting is not None:
-        path, host_links = meeting.of_rank(rank, deployment.hosts, not config.insecure_links)
-    return RankConfig(
-        epoch=epoch,
-        rank=rank,
-        ranks=ranks,
-        share=share,
-        model_path=path,
-        model_kind=model.files.kind,
-        program=model.program(share),
-        synthetic=model.synthetic,
-        dtype=deployment.dtype,
-        max_model_len=deployment.max_model_len,
-        max_num_seqs=deployment.max_num_seqs,
-        block_size=config.block_size,
-        window=deployment.most_window,
-        blocking_feedback=config.token_feedback == "blocking",
-        start_timeout=deployment.start_timeout,
-        link_timeout=deployment.link_timeout,
-        link_backend=deployment.link_backend,
-        link_emulation=config.link_emulation,
-        master_addr=config.master_addr,
-        master_port=master_port,
-        store_fd=store_fd,
-        host_links=host_links,
-    )
-
-
-@contextmanager
-def _rank_configs(
-    deployment: Deployment, epoch: int, meeting: HostMeeting | None
-) -> Iterator[list[RankConfig]]:
-    """What the ranks of an epoch are told; where they meet is open until this is left."""
-    config = deployment.config
-    ranks = range(deployment.ranks.count)
-    if len(ranks) == 1 or deployment.link_backend != "gloo":
-        yield [rank_config(deployment, rank, epoch, meeting=meeting) for rank in ranks]
-        return
-    with bind_master(config.master_addr, config.master_port) as master:
-        port, store_fd = master.getsockname()[1], master.fileno()
-        yield [
-            rank_config(
-                deployment,
-                rank,
-                epoch,
-                master_port=port,
-                store_fd=store_fd if rank == 0 else None,
-            )
-            for rank in ranks
-        ]
-
-
-def _reserve_cache(
-    deployment: Deployment,
-    processes: RankProcesses,
-    loaded: list[Loaded],
-    meeting: HostMeeting | None,
-) -> int:
-    """The number of cache blocks, which other engines then know of."""
-    bytes_per_block = [rank.cache_bytes_per_block for rank in loaded]
-
-    def fitting(node: int, free: int, promised: int) -> int:
-        """On a host, beside what its other engines were promised."""
-        ranks = zip(bytes_per_block, deployment.hosts, strict=True)
-        return choose_num_blocks(
-            [size for size, host in ranks if host == node],
-            deployment.cache,
-            block_size=deployment.config.block_size,
-            max_model_len=deployment.max_model_len,
-            max_num_seqs=deployment.max_num_seqs,
-            free=free,
-            promised=promised,
-        )
-
-    def choose(promised: int) -> int:
-        fit = []
-        for node in set(deployment.hosts):
-            if node == 0:
-                fit.append(fitting(node, free_memory(), promised))
-            else:
-                assert meeting is not None
-                fit.append(fitting(node, *meeting.hosts.free_memory(node)))
-        return min(fit)
-
-    return processes.reserve_cache(bytes_per_block, choose)
-
-
-def _priors(deployment: Deployment, loaded: list[Loaded]) -> list[StepCost]:
-    """What a step is taken to cost each stage, as long as none was measured."""
-    costs = layer_costs(deployment.model.sizes).layers
-    return [
-        # Shards compute side by side.
-        prior_cost(
-            max(shard.weight_bytes for shard in shards),
-            sum(costs[share.first_layer : share.end_layer]) // len(shards),
-        )
-        for share, shards in zip(deployment.shares, deployment.ranks.by_stage(loaded), strict=True)
-    ]
