@@ -37,6 +37,14 @@ def test_flags_go_first(given: dict[str, Any]) -> None:
     assert engine == {**DEFAULTS, **given}
 
 
+def test_a_port_that_is_given_is_kept() -> None:
+    engine: dict[str, Any] = {**DEFAULTS, "master_port": 29700}
+    line = take_from_torchrun(engine, DEFAULTS, TORCHRUN)
+    assert (engine["node_rank"], engine["master_port"]) == (1, 29700)
+    assert line is not None
+    assert "--master-port" not in line
+
+
 @pytest.mark.parametrize("missing", ["GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR"])
 def test_without_all_of_them_nothing_is_taken(missing: str) -> None:
     environment = {name: value for name, value in TORCHRUN.items() if name != missing}

@@ -5,20 +5,21 @@ from typing import Any
 
 from headrace.errors import UsageError
 
-# Its name for a setting of ours. MASTER_PORT is in use: torchrun's own store listens there.
+# Its name for a setting of ours.
 _VARIABLES = {"nnodes": "GROUP_WORLD_SIZE", "node_rank": "GROUP_RANK", "master_addr": "MASTER_ADDR"}
+# In use: torchrun's own store listens there.
 _PORT = "MASTER_PORT"
 
 
 def take_from_torchrun(
     engine: dict[str, Any], defaults: Mapping[str, Any], environment: Mapping[str, str]
 ) -> str | None:
-    """Fill in what says which host this is, where all of it was left at its default.
+    """Fill in what says which host this is, where all of it was left at its default; and the port,
+    where that was.
 
     A line that says so; None if nothing was taken. Raises UsageError for what does not go together.
     """
-    names = [*_VARIABLES, "master_port"]
-    told = any(engine[name] != defaults[name] for name in names)
+    told = any(engine[name] != defaults[name] for name in _VARIABLES)
     if told or not {*_VARIABLES.values(), _PORT} <= environment.keys():
         return None
     if (local := environment.get("LOCAL_WORLD_SIZE", "1")) != "1":
@@ -30,11 +31,14 @@ def take_from_torchrun(
         for name, variable in _VARIABLES.items():
             text = environment[variable]
             engine[name] = text if name == "master_addr" else int(text)
-        engine["master_port"] = int(environment[_PORT]) + 1
+        port = int(environment[_PORT]) + 1
     except ValueError as error:
         raise UsageError(f"torchrun's environment variables are no numbers: {error}") from error
-    return (
+    line = (
         f"by torchrun this is host {engine['node_rank']} of {engine['nnodes']}, --master-addr "
-        f"{engine['master_addr']}, and --master-port {engine['master_port']}: that after its "
-        f"{_PORT}, which its own store has"
+        f"{engine['master_addr']}"
     )
+    if engine["master_port"] != defaults["master_port"]:
+        return line
+    engine["master_port"] = port
+    return f"{line}, and --master-port {port}: that after its {_PORT}, which its own store has"
