@@ -9,7 +9,7 @@ from headrace.bench.plot import Panel
 from headrace.bench.running import running_engine
 from headrace.bench.stage_alone import seconds_alone
 from headrace.checkpoint.locate import SYNTHETIC
-from headrace.config import EngineConfig
+from headrace.config import DEFAULT_PORT, EngineConfig
 from headrace.deployment.rank_setup import rank_config
 from headrace.deployment.resolve import Deployment
 from headrace.deployment.start import RunningEngine
@@ -36,15 +36,15 @@ _EVERYTHING, _ANSWER_S = 2**31, 10.0
 class Overlap:
     """What was measured. trials: the better of two tokens a second of each number of microbatches
     with blocking feedback. ideal_step_s: a step of the median deferred run on the slowest stage
-    alone. outlook: why microbatches cannot help, if so. timelines: the stages' in the last deferred
-    and the last blocking run, if they were wanted."""
+    alone, None if that is on another host. outlook: why microbatches cannot help, if so. timelines:
+    the stages' in the last deferred and the last blocking run, if they were wanted."""
 
     config: EngineConfig
     batch: Batch
     dtype: str
     runs: dict[Setting, list[BatchRun]]
     trials: dict[int, float]
-    ideal_step_s: float
+    ideal_step_s: float | None
     outlook: str | None
     timelines: dict[Setting, list[Timeline]]
 
@@ -110,13 +110,14 @@ class Overlap:
         answer |= {
             "ratio": speed["deferred"] / speed["blocking"],
             "ratio_best": speed["deferred"] / speed["blocking_best"],
-            "ideal_step_ms": self.ideal_step_s * 1e3,
             "measured_step_ms": deferred.step_s * 1e3,
-            "efficiency": self.ideal_step_s / deferred.step_s,
             "slowest_stage": deferred.slowest_stage,
             "vllm_pr_51650_ratio": PUBLIC_RATIO,
             "vllm_pr_51650_note": PUBLIC_SOURCE,
         }
+        if self.ideal_step_s is not None:
+            answer["ideal_step_ms"] = self.ideal_step_s * 1e3
+            answer["efficiency"] = self.ideal_step_s / deferred.step_s
         if self.outlook is not None:
             answer["note"] = self.outlook
         return answer
@@ -146,7 +147,12 @@ def measure_overlap(
         candidates = range(1, min(2 * pp, deferred.deployment.max_num_seqs) + 1)
         # With room for every number of microbatches that is to be run.
         most = max(deferred.deployment.most_microbatches, *candidates)
-        blocking_config = replace(config, token_feedback="blocking", num_microbatches=most)
+        blocking_config = replace(
+            config,
+            token_feedback="blocking",
+            num_microbatches=most,
+            master_port=_port_after(config),
+        )
         with running_engine(blocking_config, say, "blocking", noted_blocking) as blocking:
 
             def run_blocking(num_microbatches: int, batch: Batch) -> BatchRun:
@@ -182,26 +188,35 @@ def measure_overlap(
         runs["blocking_best"] = runs["blocking"]
     median = median_run(runs["deferred"])
     stage = median.slowest_stage
-    say(f"the same plans on stage {stage} alone")
-    alone = seconds_alone(
-        rank_config(deferred.deployment, stage),
-        deferred.deployment.cpus[stage],
-        deferred.card.num_blocks,
-        warm_up.plans,
-        median.plans,
-    )
+    alone: list[float] = []
+    if deferred.deployment.hosts[stage] == 0:
+        say(f"the same plans on stage {stage} alone")
+        alone = seconds_alone(
+            rank_config(deferred.deployment, stage),
+            deferred.deployment.cpus[stage],
+            deferred.card.num_blocks,
+            warm_up.plans,
+            median.plans,
+        )
     return Overlap(
         config=config,
         batch=batch,
         dtype=deferred.card.dtype,
         runs=runs,
         trials=trials,
-        ideal_step_s=sum(alone) / len(alone),
+        ideal_step_s=sum(alone) / len(alone) if alone else None,
         outlook=_outlook(
             deferred.engine.snapshot, deferred.deployment, batch, median.num_microbatches
         ),
         timelines=lines,
     )
+
+
+def _port_after(config: EngineConfig) -> int:
+    """Where ranks or hosts of a second engine meet, beside those of the config's."""
+    if config.nnodes == 1 and config.master_port == 0:
+        return 0
+    return (config.master_port or DEFAULT_PORT) + 1
 
 
 def _shortened(batch: Batch, part: float) -> Batch:

@@ -11,6 +11,7 @@ from headrace.bench.figures import SETTINGS
 from headrace.checks import check_type
 from headrace.cli.bench_kernels import kernels
 from headrace.cli.bench_latency import latency
+from headrace.cli.bench_links import links
 from headrace.cli.bench_microbatches import microbatches
 from headrace.cli.bench_overhead import overhead
 from headrace.cli.bench_overlap import overlap
@@ -28,6 +29,7 @@ app.command()(serve)
 app.command()(roofline)
 app.command()(overhead)
 app.command()(kernels)
+app.command()(links)
 app.command()(overlap)
 app.command()(microbatches)
 

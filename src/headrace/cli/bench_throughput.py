@@ -30,6 +30,7 @@ def throughput(
             "cpu_threads",
             "cpu_bind",
             "seed",
+            *options.HOSTS,
             **options.MEASURED,
         ),
     ],

@@ -28,6 +28,11 @@ KernelDtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
 
+# Settings by which benches run on several hosts, as `headrace serve` does.
+HOSTS = (
+    "nnodes", "master_addr", "master_port", "interface", "cluster_key_file", "insecure_links",
+    "join_timeout",
+)  # fmt: skip
 # What benches run unless they are told.
 MEASURED = {"model": "smollm2", "dtype": "bfloat16"}
 
