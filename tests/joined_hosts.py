@@ -1,9 +1,10 @@
 """An engine's host and others, all on loopback: each other one is an agent's process."""
 
+import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,11 +31,17 @@ class Agent:
 
 @contextmanager
 def agents(
-    count: int, port: int, key: Path, arguments: Sequence[str] = ()
+    count: int,
+    port: int,
+    key: Path,
+    arguments: Sequence[str] = (),
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[list[Agent]]:
-    """So many that join at a port of loopback. None is left afterwards."""
+    """So many that join at a port of loopback. folder: where they start, None for here.
+    environment: variables besides this process's. None is left afterwards."""
     command = ["join", f"127.0.0.1:{port}", "--cluster-key-file", str(key), *arguments]
-    started = [start(command) for _ in range(count)]
+    started = [start(command, folder, environment) for _ in range(count)]
     try:
         yield started
     finally:
@@ -43,13 +50,19 @@ def agents(
             agent.process.wait()
 
 
-def start(command: Sequence[str]) -> Agent:
-    """A headrace command whose output is read all the while."""
+def start(
+    command: Sequence[str],
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Agent:
+    """A headrace command whose output is read all the while. folder, environment: as of agents."""
     process = subprocess.Popen(
         [sys.executable, "-m", "headrace", *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        cwd=folder,
+        env={**os.environ, **(environment or {})},
     )
     agent = Agent(process)
     threading.Thread(target=_read, args=(agent,), daemon=True).start()

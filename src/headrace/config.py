@@ -151,6 +151,13 @@ class EngineConfig:
         bool,
         Setting("Do not encrypt what stages on different hosts send each other."),
     ] = False
+    send_weights: Annotated[
+        bool,
+        Setting(
+            "Hosts without the model are sent what their stages need of it. It stays in "
+            "~/.cache/headrace/weights (or under XDG_CACHE_HOME), which may be deleted."
+        ),
+    ] = True
     join_timeout: Annotated[
         float,
         Setting("Seconds to wait for other hosts.", above=0, most=86_400),

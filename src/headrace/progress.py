@@ -1,6 +1,7 @@
 """What the user sees on standard error while stages load and while an offline batch runs."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,14 +19,18 @@ from rich.progress import (
 from headrace.engine.outputs import OutputDelta
 from headrace.protocol.messages import Loading
 
+# Seconds between two lines of a phase that goes on, where there is no terminal.
+_LINE_S = 10.0
+
 
 @contextmanager
 def loading_display(num_stages: int, *, lines: bool = False) -> Iterator[Callable[[Loading], None]]:
     """A callback to feed with the stages' progress, shown on standard error: as bars on a
-    terminal, with a line for each phase that is over if lines; otherwise as lines alone."""
+    terminal, with a line for each phase that is over if lines; otherwise as lines alone, one every
+    now and then of a phase that takes long."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _print_when_done
+        yield _line_printer()
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -45,13 +50,22 @@ def loading_display(num_stages: int, *, lines: bool = False) -> Iterator[Callabl
         yield show
 
 
-def _print_when_done(message: Loading) -> None:
-    if message.fraction >= 1:
-        print(_line(message), file=sys.stderr, flush=True)
+def _line_printer() -> Callable[[Loading], None]:
+    began = time.monotonic()
+    printed_at: dict[int, float] = {}
+
+    def show(message: Loading) -> None:
+        now = time.monotonic()
+        if message.fraction >= 1 or now - printed_at.get(message.rank, began) > _LINE_S:
+            printed_at[message.rank] = now
+            print(_line(message), file=sys.stderr, flush=True)
+
+    return show
 
 
 def _line(message: Loading) -> str:
-    return f"stage {message.rank}: {message.phase} loaded"
+    part = "" if message.fraction >= 1 else f"{message.fraction:.0%} of "
+    return f"stage {message.rank}: {part}{message.phase}"
 
 
 @contextmanager

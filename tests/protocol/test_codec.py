@@ -104,7 +104,7 @@ def test_an_activity_of_no_known_kind_is_refused() -> None:
         Failure(0, 1, "ModelError", "why", 7, 2, "trace"),
         Loaded(0, 0, 1, 2, "avx2", None, [EdgeAddress("feedback", 1, 0, "/tmp/x", "ab")]),
         Timeline(1, 9.5, [Activity("forward", 3, 0, 3, 9.0, None)]),
-        Loading(0, "weights", 0.5),
+        Loading(0, "weights loaded", 0.5),
         Ready(0, 0),
     ],
 )

@@ -6,7 +6,7 @@ goes on where it was, and a stage that is given more layers receives only those.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -30,8 +30,15 @@ class ReceivedFiles:
     missing: numbers of the pieces that are still to come, in order.
     """
 
-    def __init__(self, folder: Path, wanted: StageFiles) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        wanted: StageFiles,
+        on_there: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
         """Make the folder, or look which pieces are in it already, by their hashes.
+
+        on_there: told the bytes of each that is, which takes a while where there are many.
 
         Raises ModelError for names that lead out of the folder, if there is no room on the disk, or
         the folder cannot be written.
@@ -51,16 +58,18 @@ class ReceivedFiles:
             there = self._read_journal()
         except OSError as error:
             raise ModelError(f"{folder}: cannot be written: {error.strerror}") from error
-        self.missing = [
-            number
-            for number, piece in enumerate(wanted.pieces)
-            if piece not in there or piece_digest(read_piece(self.files, piece)) != there[piece]
-        ]
+        self.missing: list[int] = []
+        for number, piece in enumerate(wanted.pieces):
+            if piece in there and piece_digest(read_piece(self.files, piece)) == there[piece]:
+                on_there(piece.nbytes)
+            else:
+                self.missing.append(number)
         status = os.statvfs(folder)
         if self.missing_bytes > status.f_bavail * status.f_frsize:
             raise ModelError(
                 f"{folder}: {self.missing_bytes / 2**30:.3g} GiB of weights are to come, and the "
-                f"disk has {status.f_bavail * status.f_frsize / 2**30:.3g} GiB free"
+                f"disk has {status.f_bavail * status.f_frsize / 2**30:.3g} GiB free: make room, or "
+                "name a folder on another disk by XDG_CACHE_HOME"
             )
 
     @property
@@ -115,7 +124,7 @@ def _check(wanted: StageFiles) -> None:
     sizes = {file.name: file.nbytes for file in wanted.files}
     for name in [wanted.model, *sizes]:
         path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or "\0" in name or name == _JOURNAL:
+        if path.is_absolute() or ".." in path.parts or "\0" in name or _JOURNAL in path.parts:
             raise ModelError(f"the files to receive include {name[:200]!r}, which is no model file")
     for piece in wanted.pieces:
         if not 0 <= piece.offset <= piece.offset + piece.nbytes <= sizes.get(piece.file, -1):

@@ -8,7 +8,9 @@ from safetensors import SafetensorError, safe_open
 from headrace.checkpoint.json_file import read_json_object
 from headrace.errors import ModelError
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+# Which tells in what file each tensor is, where there are several.
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 # What torch saves by pickle, a format that can run code when it is read.
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _PREFIX = "model."
@@ -55,7 +57,7 @@ def _files(path: Path) -> list[Path]:
     """The files; where there is one for all and an index, the one counts, as in transformers."""
     if (path / _SINGLE).is_file():
         return [path / _SINGLE]
-    if (path / _INDEX).is_file():
+    if (path / INDEX).is_file():
         return _indexed_files(path)
     pickled = sorted(file.name for pattern in _PICKLED for file in path.glob(pattern))
     if pickled:
@@ -64,28 +66,26 @@ def _files(path: Path) -> list[Path]:
             f"and are not read; only safetensors weights are read: convert them to {_SINGLE}"
         )
     raise ModelError(
-        f"model {path}: neither {_SINGLE} nor {_INDEX} is there; only safetensors weights are read"
+        f"model {path}: neither {_SINGLE} nor {INDEX} is there; only safetensors weights are read"
     )
 
 
 def _indexed_files(path: Path) -> list[Path]:
-    where = read_json_object(path / _INDEX).get("weight_map")
+    where = read_json_object(path / INDEX).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
         raise ModelError(
-            f"{path / _INDEX} is not a safetensors index: its weight_map must give the file of "
+            f"{path / INDEX} is not a safetensors index: its weight_map must give the file of "
             "each tensor"
         )
     names = sorted(set(where.values()))
     for name in names:
         # Links within the folder are followed: a Hugging Face cache consists of them.
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise ModelError(
-                f"model {path}: {_INDEX} names {name!r}, outside the model's directory"
-            )
+            raise ModelError(f"model {path}: {INDEX} names {name!r}, outside the model's directory")
         try:
             there = (path / name).is_file()
         except ValueError:  # a NUL
             there = False
         if not there:
-            raise ModelError(f"model {path}: shard {name[:200]} named by {_INDEX} is missing")
+            raise ModelError(f"model {path}: shard {name[:200]} named by {INDEX} is missing")
     return [path / name for name in names]

@@ -1,4 +1,4 @@
-"""What a stage needs of a model's files: its own tensors, headers, and small files without any."""
+"""What a stage needs of a model's files: its own tensors, headers, and configuration."""
 
 import os
 from collections.abc import Iterator
@@ -7,24 +7,25 @@ from pathlib import Path
 
 from headrace.checkpoint.extents import header_bytes, tensor_extents
 from headrace.checkpoint.locate import ModelFiles
+from headrace.checkpoint.safetensors_files import INDEX
 from headrace.checkpoint.tensor_check import tensors_of
 from headrace.errors import ModelError
 from headrace.protocol.program import Program
 from headrace.protocol.stage_files import FileSize, Piece, StageFiles
 
 # Of a piece at most.
-_PIECE_BYTES = 1 << 22
-# Of configurations and tokenizers; larger files hold something else.
-_SMALL = (".json", ".jinja", ".model", ".txt")
-_MOST_SMALL_BYTES = 1 << 26
+PIECE_BYTES = 1 << 22
+# Files without tensors that a stage needs, or that tell people what lies there.
+_CONFIGURATION = ("config.json", INDEX)
 _DIGEST_BYTES = 16
 
 
-def stage_files(files: ModelFiles, program: Program) -> StageFiles:
-    """The pieces from which received_files.py makes a model that this share of it loads from.
+def stage_files(files: ModelFiles, *programs: Program) -> StageFiles:
+    """The pieces from which received_files.py makes a model that these shares of it load from.
 
-    No piece has bytes of two tensors, so shares that overlap have pieces in common. Raises
-    ModelError if files are missing or damaged, or a tensor of the program is.
+    Without programs, those that all shares have in common. No piece has bytes of two tensors, so
+    shares that overlap have pieces in common. Raises ModelError if files are missing or damaged, or
+    a tensor of a program is.
     """
     if files.kind == "synthetic":
         raise ModelError(f"model synthetic:{files.path} has no files to send")
@@ -33,13 +34,13 @@ def stage_files(files: ModelFiles, program: Program) -> StageFiles:
     # Where the file's header ends, by file.
     if files.kind == "gguf":
         headers = {files.path: min(extent.offset for extent in extents.values())}
-        small: list[Path] = []
+        configuration: list[Path] = []
     else:
         headers = {file: header_bytes(file) for file in {each.file for each in extents.values()}}
-        small = _small_files(folder)
+        configuration = [folder / name for name in _CONFIGURATION if (folder / name).is_file()]
     wanted: dict[Path, set[tuple[int, int]]] = {file: {(0, headers[file])} for file in headers}
-    wanted |= {file: {(0, file.stat().st_size)} for file in small}
-    for tensor in tensors_of(program):
+    wanted |= {file: {(0, file.stat().st_size)} for file in configuration}
+    for tensor in (each for program in programs for each in tensors_of(program)):
         extent = extents.get(tensor.name)
         if extent is not None:
             wanted[extent.file].add((extent.offset, extent.nbytes))
@@ -73,19 +74,26 @@ def read_piece(files: ModelFiles, piece: Piece) -> bytes:
     return data
 
 
+def files_identity(files: ModelFiles, weights: str) -> str:
+    """A hash, in hexadecimal, that models have in common only if they have the same weights at the
+    same places of the same files. weights: the total of their digest (digest.py).
+
+    Raises ModelError if files are missing or damaged.
+    """
+    hashed = blake2b(weights.encode(), digest_size=_DIGEST_BYTES)
+    common = stage_files(files)
+    for file in common.files:
+        hashed.update(f"\0{file.name}\0{file.nbytes}\0".encode())
+    for piece in common.pieces:
+        hashed.update(read_piece(files, piece))
+    return hashed.hexdigest()
+
+
 def piece_digest(data: bytes) -> str:
     """The hash that goes with a piece, in hexadecimal."""
     return blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def _small_files(folder: Path) -> list[Path]:
-    return [
-        file
-        for file in folder.iterdir()
-        if file.suffix in _SMALL and file.is_file() and file.stat().st_size <= _MOST_SMALL_BYTES
-    ]
-
-
 def _cut(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    for start in range(offset, offset + nbytes, _PIECE_BYTES):
-        yield start, min(_PIECE_BYTES, offset + nbytes - start)
+    for start in range(offset, offset + nbytes, PIECE_BYTES):
+        yield start, min(PIECE_BYTES, offset + nbytes - start)

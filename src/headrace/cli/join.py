@@ -22,14 +22,17 @@ def join(
     ],
     here: Annotated[
         str | None,
-        typer.Option("--model", help="Where the model lies here; default: as on that host."),
+        typer.Option(
+            "--model", help="Where the model lies here; default: as on that host, if at all."
+        ),
     ] = None,
     number: Annotated[
         int | None, typer.Option("--node-rank", help="Which host this is; default: any.", min=1)
     ] = None,
     *,
     engine: Annotated[
-        dict[str, Any], engine_flags("cluster_key_file", "interface", "join_timeout")
+        dict[str, Any],
+        engine_flags("cluster_key_file", "interface", "join_timeout", "send_weights"),
     ],
     debug: options.Debug = False,
 ) -> int:
@@ -46,6 +49,7 @@ def join(
             node_rank=number,
             layout=None,
             model=here,
+            receives=engine["send_weights"],
             join_timeout_s=engine["join_timeout"],
             say=say,
         )

@@ -19,6 +19,7 @@ from headrace.host.network import Interface, interface_named, interface_towards,
 from headrace.pipeline.agent import Agent
 from headrace.pipeline.curve import open_door
 from headrace.pipeline.hosts import Hosts
+from headrace.pipeline.weights_sender import WeightsSender
 from headrace.protocol.cluster import Facts, Layout
 from headrace.protocol.hosts import HostFacts
 from headrace.protocol.messages import HostLinks
@@ -28,20 +29,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class HostMeeting:
-    """The hosts that have met. cluster: what they are, this one first. model_paths: where the model
-    lies on each. run: the secret of this run, known to its ranks alone."""
+    """The hosts that have met. cluster: what they are, this one first. run: the secret of this run,
+    known to its ranks alone."""
 
     hosts: Hosts
     cluster: Cluster
-    model_paths: tuple[str, ...]
     run: Secret
 
-    def of_rank(self, rank: int, nodes: tuple[int, ...], encrypted: bool) -> tuple[str, HostLinks]:
-        """Where the model lies on the rank's host, and how it meets others'. nodes: by rank."""
-        node = nodes[rank]
-        address = self.cluster.hosts[node].address
-        links = HostLinks(list(nodes), address, self.run.value, encrypted)
-        return self.model_paths[node], links
+    def links_of(self, rank: int, nodes: tuple[int, ...], encrypted: bool) -> HostLinks:
+        """How the rank meets those on other hosts. nodes: by rank."""
+        address = self.cluster.hosts[nodes[rank]].address
+        return HostLinks(list(nodes), address, self.run.value, encrypted)
 
 
 def meet_hosts(config: EngineConfig, check: Callable[[], None]) -> HostMeeting:
@@ -65,10 +63,15 @@ def meet_hosts(config: EngineConfig, check: Callable[[], None]) -> HostMeeting:
     )
     hosts = Hosts(door, secret, _layout(config), config.model)
     try:
-        own = read_host_facts(here.address, locate_model(config.model), check)
+        files = locate_model(config.model)
+        own = read_host_facts(here.address, files, check)
         facts = hosts.wait_joined(config.join_timeout, check)
         everybody = (own, *(fact.host for fact in facts))
-        _check(hosts, everybody, facts)
+        _check(hosts, everybody, config.send_weights)
+        assert own.weights is not None
+        weights, sends = own.weights.total, config.send_weights
+        sender = WeightsSender(files, weights, secret, here.address) if sends else None
+        hosts.agree(weights, sender)
         run = secret.derive(f"run {secrets.token_hex(16)}")
         links = measure_lines(
             hosts, everybody, here, run.derive("lines"), not config.insecure_links, check
@@ -76,23 +79,23 @@ def meet_hosts(config: EngineConfig, check: Callable[[], None]) -> HostMeeting:
     except BaseException:
         hosts.close()
         raise
-    paths = [str(locate_model(config.model).path.resolve())]
-    paths += [fact.model_path or "" for fact in facts]
-    return HostMeeting(
-        hosts=hosts,
-        cluster=Cluster(hosts=everybody, links=links),
-        model_paths=tuple(paths),
-        run=run,
-    )
+    return HostMeeting(hosts=hosts, cluster=Cluster(hosts=everybody, links=links), run=run)
 
 
-def _check(hosts: Hosts, everybody: tuple[HostFacts, ...], facts: list[Facts]) -> None:
-    """Raises StartError, and tells the hosts, unless all can work together."""
+def _check(hosts: Hosts, everybody: tuple[HostFacts, ...], sends: bool) -> None:
+    """Raises StartError, and tells the hosts, unless all can work together. sends: whether those
+    that lack the model are sent what they need."""
     try:
         check_agreement(everybody)
-        for fact in facts:
-            if fact.model_path is None:
-                raise StartError(f"host {fact.host.label} does not have the model's files")
+        first, *others = everybody
+        for host in others:
+            if host.weights is None and not sends:
+                raise StartError(
+                    f"host {host.label} does not have the model's files, and {first.label} was "
+                    "told not to send them (--no-send-weights): copy them, or leave the flag out"
+                )
+            if host.weights is None:
+                _log.info("host %s lacks the model: what its stages need is sent", host.label)
     except StartError as error:
         hosts.refuse(str(error))
         raise
@@ -110,7 +113,9 @@ def agent_of(config: EngineConfig, say: Callable[[str], None]) -> Agent:
         interface=config.interface,
         node_rank=config.node_rank,
         layout=_layout(config),
-        model=config.model,
+        # It may be what the engine's host calls the model.
+        model=config.model if _lies_here(config.model) else None,
+        receives=config.send_weights,
         join_timeout_s=config.join_timeout,
         say=say,
     )
@@ -125,28 +130,30 @@ def joining_agent(
     node_rank: int | None,
     layout: Layout | None,
     model: str | None,
+    receives: bool,
     join_timeout_s: float,
     say: Callable[[str], None],
 ) -> Agent:
     """What takes part beside the engine at host and port. interface: None for that which leads
-    there. model: None for what the engine's host says, as it is found here. Raises UsageError for
-    an interface that is none, StartError if there is no way."""
+    there. model: None for what the engine's host says, as it is found here. receives: whether it
+    may be sent what it needs of a model that is not. Raises UsageError for an interface that is
+    none, StartError if there is no way."""
     here = interface_towards(host, port) if interface is None else interface_named(interface)
     if others := _others(here):
         say(f"takes {here}{others}")
 
-    def facts(of_master: str) -> Facts:
+    def facts(of_master: str) -> tuple[Facts, str | None]:
         name = model or of_master
-        try:
+        if model is not None or _lies_here(name):
             files = locate_model(name)
-        except ModelError:
-            if Path(name).is_absolute() or model is not None:
-                raise
+            return Facts(read_host_facts(here.address, files)), str(files.path.resolve())
+        if not receives:
             raise ModelError(
-                f"model {name!r}, as the engine's host calls it, is not here: say where it lies "
-                "with --model"
-            ) from None
-        return Facts(read_host_facts(here.address, files), str(files.path.resolve()))
+                f"model {name!r}, as the engine's host calls it, is not here, and this host was "
+                "told to receive none (--no-send-weights): say where it lies with --model"
+            )
+        say(f"does not have model {name!r}: receives what its stages need of it")
+        return Facts(read_host_facts(here.address, None)), None
 
     return Agent(
         master=(_resolved(host), port),
@@ -160,6 +167,18 @@ def joining_agent(
         facts=facts,
         say=say,
     )
+
+
+def _lies_here(model: str) -> bool:
+    """Whether there is anything of that name, be it whole or not."""
+    try:
+        locate_model(model)
+    except ModelError:
+        try:
+            return Path(model).expanduser().exists()
+        except (OSError, RuntimeError, ValueError):
+            return False
+    return True
 
 
 def _secret(config: EngineConfig) -> Secret:

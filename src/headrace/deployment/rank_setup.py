@@ -26,15 +26,15 @@ def rank_config(
     on the first rank alone. meeting: of the hosts, where there are several."""
     config, model, ranks = deployment.config, deployment.model, deployment.ranks
     share = deployment.shares[ranks.stage_of(rank)]
-    path, host_links = str(model.files.path.resolve()), None
+    host_links = None
     if meeting is not None:
-        path, host_links = meeting.of_rank(rank, deployment.hosts, not config.insecure_links)
+        host_links = meeting.links_of(rank, deployment.hosts, not config.insecure_links)
     return RankConfig(
         epoch=epoch,
         rank=rank,
         ranks=ranks,
         share=share,
-        model_path=path,
+        model_path=str(model.files.path.resolve()),
         model_kind=model.files.kind,
         program=model.program(share),
         synthetic=model.synthetic,

@@ -20,11 +20,13 @@ from headrace.host.cluster_key import Secret
 from headrace.host.cpus import StageCpus
 from headrace.host.engine_folder import EngineFolder
 from headrace.host.memory import free_memory
+from headrace.pipeline.awaited_rank import AwaitedRank
 from headrace.pipeline.curve import FRAME_BYTES, Context, Socket, show_key
 from headrace.pipeline.hosts import CONTROL
 from headrace.pipeline.line import take_part
 from headrace.pipeline.process import LocalProcess, start_rank_process
-from headrace.protocol import cluster
+from headrace.pipeline.rank_weights import Coming, Found, Missing, RankWeights
+from headrace.protocol import cluster, codec
 from headrace.protocol.cluster import (
     AgentFailed,
     AnswerLine,
@@ -44,6 +46,7 @@ from headrace.protocol.cluster import (
     StartRank,
     Welcome,
 )
+from headrace.protocol.messages import Loading
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +55,8 @@ _log = logging.getLogger(__name__)
 _LOOK_S = 0.2
 _CONNECT_S = 3.0
 _AGAIN_S = 1.0
+# Seconds between two lines on weights that come.
+_TELL_S = 10.0
 
 
 class _MasterLostError(Exception):
@@ -65,8 +70,8 @@ class Agent:
     master: address and port of the engine's host. address: this host's, as others reach it.
     interface: in words, that which has it. name: this host's. node_rank, layout: None if it was not
     told. join_timeout_s: for the engine's host to be there, at the start and whenever it was lost.
-    facts: what this host has, of the model that is served by this name; raises HeadraceError. say:
-    told what happens, a line.
+    facts: what this host has, and where the model lies that is served by this name, None if it does
+    not lie here; raises HeadraceError. say: told what happens, a line.
     """
 
     master: tuple[str, int]
@@ -77,7 +82,7 @@ class Agent:
     node_rank: int | None
     layout: Layout | None
     join_timeout_s: float
-    facts: Callable[[str], Facts]
+    facts: Callable[[str], tuple[Facts, str | None]]
     say: Callable[[str], None]
 
     def run(self) -> None:
@@ -137,6 +142,7 @@ class _Session:
     agent: Agent
     context: Context
     _ranks: dict[int, _Rank] = field(default_factory=dict)
+    _awaited: dict[int, AwaitedRank] = field(default_factory=dict)
 
     def __enter__(self) -> "_Session":
         self._folder = EngineFolder()
@@ -144,11 +150,14 @@ class _Session:
         self._master.linger = 1000
         self._poller = zmq.Poller()
         self._poller.register(self._master, zmq.POLLIN)
+        self._weights = RankWeights(self.agent.secret)
+        self._poller.register(self._weights.fileno(), zmq.POLLIN)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in list(self._ranks):
+        for number in [*self._ranks, *self._awaited]:
             self._forget(number)
+        self._weights.close()
         self._master.close()
         self._folder.remove()
 
@@ -172,6 +181,9 @@ class _Session:
                         return
             elif not self._master.poll(0, zmq.POLLIN | zmq.POLLOUT):
                 raise _MasterLostError
+            if self._weights.fileno() in ready:
+                for news in self._weights.news():
+                    self._take_news(news)
             for number, rank in list(self._ranks.items()):
                 self._pass_on(number, rank, ready)
                 if rank.process.poll() is not None:
@@ -182,8 +194,13 @@ class _Session:
         kind, number, life, body = cluster.put_together(frames)
         if kind == b"agent":
             return self._obey(body)
-        rank = self._ranks.get(number)
-        if rank is not None and rank.life == life:
+        rank, awaited = self._ranks.get(number), self._awaited.get(number)
+        if awaited is not None and awaited.order.life == life and kind == b"control":
+            awaited.bodies.append(body)
+            if len(awaited.bodies) == 1:
+                sender = awaited.order.weights_from
+                self._weights.find(awaited.whose, awaited.config.program, sender)
+        elif rank is not None and rank.life == life:
             if kind == b"control":
                 rank.control.send(body)
             elif kind == b"watch":
@@ -207,9 +224,10 @@ class _Session:
             case Refused(reason):
                 raise StartError(f"{self.agent.there} refused this host: {reason}")
             case StartRank():
-                self._start(message)
+                self._forget(message.rank)
+                self._awaited[message.rank] = AwaitedRank(message)
             case EndRank(rank, life):
-                if (running := self._ranks.get(rank)) is not None and running.life == life:
+                if self._life_of(rank) == life:
                     self._forget(rank)
             case AskMemory():
                 with self._folder.promising() as promised:
@@ -233,14 +251,39 @@ class _Session:
 
     def _tell_facts(self, model: str) -> None:
         try:
-            self._say(self.agent.facts(model))
+            facts, self._weights.model_path = self.agent.facts(model)
+            self._say(facts)
         except HeadraceError as error:
             self._say(AgentFailed(str(error)))
             raise
 
-    def _start(self, order: StartRank) -> None:
-        if order.rank in self._ranks:
-            self._forget(order.rank)
+    def _take_news(self, news: Found | Coming | Missing) -> None:
+        """Of a rank's weights."""
+        awaited = self._awaited.get(news.of.rank)
+        if awaited is None or awaited.whose != news.of:
+            return
+        number, life = news.of.rank, news.of.life
+        match news:
+            case Coming(fraction=fraction):
+                if time.monotonic() - awaited.told_at > _TELL_S:
+                    awaited.told_at = time.monotonic()
+                    self.agent.say(f"rank {number}: {fraction:.0%} of its weights are here")
+                loading = Loading(number, "weights received", fraction)
+                self._send(b"control", number, life, codec.encode(loading))
+            case Missing(error=error):
+                self.agent.say(f"rank {number} has no weights: {error}")
+                failure = awaited.failure(error)
+                self._send(b"control", number, life, codec.encode(failure))
+            case Found(path=path, received=received):
+                if received is not None:
+                    self.agent.say(
+                        f"rank {number}: {received.came / 2**30:.3g} GiB of weights came, "
+                        f"{received.there / 2**30:.3g} GiB were in {path} before"
+                    )
+                self._start(self._awaited.pop(number), path)
+
+    def _start(self, awaited: AwaitedRank, model_path: str) -> None:
+        order = awaited.order
         cpus = StageCpus(order.cpus, order.threads)
         process = start_rank_process(order.rank, cpus, self._folder.path, os.environ)
         rank = _Rank(
@@ -254,6 +297,8 @@ class _Session:
         self._poller.register(rank.watch, zmq.POLLIN)
         if process.death is not None:
             self._poller.register(process.death.fileno(), zmq.POLLIN)
+        for body in awaited.bodies_with(model_path):
+            rank.control.send(body)
         self.agent.say(f"runs rank {order.rank}")
 
     def _connect(self, address: str) -> Socket:
@@ -284,8 +329,19 @@ class _Session:
         self._say(RankEnded(number, rank.life, code, last_line))
         self._forget(number)
 
+    def _life_of(self, number: int) -> int | None:
+        """Of the rank's process that there is or will be."""
+        if (awaited := self._awaited.get(number)) is not None:
+            return awaited.order.life
+        rank = self._ranks.get(number)
+        return None if rank is None else rank.life
+
     def _forget(self, number: int) -> None:
-        rank = self._ranks.pop(number)
+        """End the rank's process, if there is one, or do not start it."""
+        if (awaited := self._awaited.pop(number, None)) is not None:
+            self._weights.cancel(awaited.whose)
+        if (rank := self._ranks.pop(number, None)) is None:
+            return
         for socket in (rank.control, rank.watch):
             self._poller.unregister(socket)
             socket.close()

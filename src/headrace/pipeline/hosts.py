@@ -24,12 +24,13 @@ from pathlib import Path
 import msgspec
 import zmq
 
-import headrace
-from headrace.errors import StartError
+from headrace.errors import HeadraceError, StartError
 from headrace.host.cluster_key import Secret
 from headrace.host.cpus import StageCpus
+from headrace.pipeline.admission import why_not, why_not_again
 from headrace.pipeline.curve import FRAME_BYTES, Door, Gate, Socket
 from headrace.pipeline.remote_process import RemoteProcess
+from headrace.pipeline.weights_sender import WeightsSender
 from headrace.protocol import cluster
 from headrace.protocol.cluster import (
     AgentFailed,
@@ -80,13 +81,14 @@ class _Relay:
 @dataclass
 class _Node:
     """A host that takes part. identity: of its agent's connection, None while it is away. facts:
-    None until they came, once."""
+    None until they came, once. known: whether they came over this connection, too."""
 
     number: int
     name: str = ""
     identity: bytes | None = None
     joined: bool = False
     facts: Facts | None = None
+    known: bool = False
     answers: "queue.SimpleQueue[FreeMemory]" = field(default_factory=queue.SimpleQueue)
     of_lines: "queue.SimpleQueue[ToldOfLine]" = field(default_factory=queue.SimpleQueue)
     relays: dict[int, _Relay] = field(default_factory=dict)
@@ -110,6 +112,8 @@ class Hosts:
         self._wake = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
         self._changed = threading.Condition()
         self._failure: str | None = None
+        self._weights: str | None = None
+        self._sender: WeightsSender | None = None
         self._closing = False
         self._lives = 0
         self._thread = threading.Thread(target=self._run, name="headrace-hosts", daemon=True)
@@ -132,6 +136,12 @@ class Hosts:
                 return [node.facts for node in self._nodes.values() if node.facts is not None]
             if waited_s > timeout_s:
                 raise StartError(self._who_is_missing(missing, timeout_s))
+
+    def agree(self, weights: str, sender: WeightsSender | None) -> None:
+        """What all hosts have, or lack, now and when they come again. weights: the total of their
+        digest. sender: sends them to those that lack them, None if nobody does; closed with this.
+        To be called before a rank is started."""
+        self._weights, self._sender = weights, sender
 
     def refuse(self, reason: str) -> None:
         """Tell all hosts that they cannot take part."""
@@ -197,6 +207,8 @@ class Hosts:
         self._order(self._begin_closing)
         self._thread.join()
         self._door.shut()
+        if self._sender is not None:
+            self._sender.close()
         self._context.term()
         self._wake.close()
 
@@ -300,7 +312,7 @@ class Hosts:
                     relay.watch.send_multipart(cluster.unpack_frames(body))
 
     def _welcome(self, identity: bytes, join: Join) -> None:
-        reason = self._why_not(join)
+        reason = why_not(join, self._layout)
         free = [n for n in self._nodes.values() if n.identity is None]
         if join.node_rank is not None:
             free = [node for node in free if node.number == join.node_rank]
@@ -314,27 +326,8 @@ class Hosts:
         # A host that comes again is the one it was.
         node = next((node for node in free if node.name == join.name), free[0])
         node.identity, node.name, node.joined = identity, join.name, True
+        node.known = False
         self._tell(node, Welcome(node.number, self._model))
-
-    def _why_not(self, join: Join) -> str | None:
-        if join.version != headrace.__version__:
-            return (
-                f"host {join.name} has Headrace {join.version}, the engine's host "
-                f"{headrace.__version__}: install the same on both"
-            )
-        if join.node_rank is not None and join.node_rank not in self._nodes:
-            return (
-                f"host {join.name} was given --node-rank {join.node_rank}, and the engine's host "
-                f"--nnodes {self._layout.nnodes}: there are 1 to {self._layout.nnodes - 1}"
-            )
-        if join.layout is None:
-            return None
-        for name in Layout.__struct_fields__:
-            theirs, ours = getattr(join.layout, name), getattr(self._layout, name)
-            if theirs != ours:
-                flag = f"--{name.replace('_', '-')}"
-                return f"host {join.name} has {flag} {theirs}, the engine's host {flag} {ours}"
-        return None
 
     def _take(self, node: _Node, message: cluster.FromAgent) -> None:
         match message:
@@ -356,18 +349,22 @@ class Hosts:
 
     def _take_facts(self, node: _Node, facts: Facts) -> None:
         before = node.facts
-        if before is not None and _weights(before) != _weights(facts):
-            reason = f"host {node.name} came again with another model than it had"
+        # Before all have agreed, whether they fit is looked at when all are there.
+        reason = None
+        if before is not None and self._weights is not None:
+            sends = self._sender is not None
+            reason = why_not_again(facts.host, self._weights, sends=sends)
+        if reason is not None:
             _log.warning(reason)
             self._tell(node, Refused(reason))
             node.identity = None
             return
         with self._changed:
-            node.facts = facts
+            node.facts, node.known = facts, True
             self._changed.notify_all()
         again = "" if before is None else " again"
         _log.info("host %d joined%s: %s", node.number, again, facts.host.label)
-        for relay in node.relays.values():
+        for relay in list(node.relays.values()):
             self._start(node, relay)
 
     def _add(self, node_number: int, relay: _Relay) -> None:
@@ -385,14 +382,27 @@ class Hosts:
         self._start(node, relay)
 
     def _start(self, node: _Node, relay: _Relay) -> None:
-        if node.identity is None or relay.started:
+        if node.identity is None or not node.known or relay.started:
+            return
+        try:
+            weights_from = self._weights_for(node)
+        except HeadraceError as error:
+            self._remove(node, relay, 1, str(error))
             return
         relay.started = True
         process, cpus = relay.process, relay.cpus
-        self._tell(node, StartRank(process.rank, process.life, list(cpus.cpus), cpus.threads))
+        self._tell(
+            node,
+            StartRank(process.rank, process.life, list(cpus.cpus), cpus.threads, weights_from),
+        )
         # Only from now on is there anybody for what the engine has sent already.
         self._poller.register(relay.control, zmq.POLLIN)
         self._poller.register(relay.watch, zmq.POLLIN)
+
+    def _weights_for(self, node: _Node) -> str:
+        """The address of one who sends them, empty if they are there. Raises StartError."""
+        lacking = node.facts is not None and node.facts.host.weights is None
+        return self._sender.address() if lacking and self._sender is not None else ""
 
     def _kill(self, node_number: int, process: RemoteProcess) -> None:
         node = self._nodes[node_number]
@@ -457,7 +467,3 @@ class Hosts:
             for relay in list(node.relays.values()):
                 self._remove(node, relay, -signal.SIGKILL, "")
         self._closing = True
-
-
-def _weights(facts: Facts) -> str | None:
-    return None if facts.host.weights is None else facts.host.weights.total

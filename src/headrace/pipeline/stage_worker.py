@@ -138,7 +138,7 @@ def run_stage(
     cpus_at_start = os.sched_getaffinity(0)
     note = choose_path()
     model = load_model(
-        config, device, lambda done: control.send(Loading(config.rank, "weights", done))
+        config, device, lambda done: control.send(Loading(config.rank, "weights loaded", done))
     )
     # A synthetic stage keeps nothing in its cache.
     weights, block = 0, 1

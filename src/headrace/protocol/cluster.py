@@ -44,10 +44,9 @@ class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
 
 
 class Facts(msgspec.Struct, tag="facts", array_like=True, frozen=True):
-    """What the host is. model_path: where the model lies there, None if it does not."""
+    """What the host is."""
 
     host: HostFacts
-    model_path: str | None
 
 
 class AgentFailed(msgspec.Struct, tag="agent_failed", array_like=True, frozen=True):
@@ -57,12 +56,14 @@ class AgentFailed(msgspec.Struct, tag="agent_failed", array_like=True, frozen=Tr
 
 
 class StartRank(msgspec.Struct, tag="start_rank", array_like=True, frozen=True):
-    """Start a rank's process. life: how many there were of it before. cpus, threads: for it."""
+    """Start a rank's process. life: how many there were of it before. cpus, threads: for it.
+    weights_from: the address of a host that sends its weights, empty if the model lies there."""
 
     rank: int
     life: int
     cpus: list[int]
     threads: int
+    weights_from: str
 
 
 class EndRank(msgspec.Struct, tag="end_rank", array_like=True, frozen=True):

@@ -44,7 +44,8 @@ class RankConfig(msgspec.Struct, tag="rank_config", array_like=True, frozen=True
     """First message to a stage: which part of which model it runs and how.
 
     rank: which of the ranks it is. share: for people; the program says what to run. model_path and
-    model_kind say where the weights are; dtype is the name of a torch dtype.
+    model_kind say where the weights are, on another host as soon as its agent has put in the path
+    there; dtype is the name of a torch dtype.
     synthetic: run no model, only take this time. window: the most steps that the engine may plan
     beyond the newest result. master_addr and master_port are those of torch.distributed's store, if
     it carries tensors; store_fd is its listening socket, inherited by the first stage alone.
@@ -123,10 +124,11 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
 
 
 class Loading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
-    """A stage's progress while it starts; fraction is from 0 to 1."""
+    """A stage's progress while it starts; fraction is from 0 to 1, of what is said of it in the
+    end."""
 
     rank: int
-    phase: str
+    phase: Literal["weights received", "weights loaded"]
     fraction: float
 
 
