@@ -51,13 +51,13 @@ def loading_display(num_stages: int, *, lines: bool = False) -> Iterator[Callabl
 
 
 def _line_printer() -> Callable[[Loading], None]:
-    began = time.monotonic()
-    printed_at: dict[int, float] = {}
+    # By stage and phase: when it was told last, or began.
+    told_at: dict[tuple[int, str], float] = {}
 
     def show(message: Loading) -> None:
-        now = time.monotonic()
-        if message.fraction >= 1 or now - printed_at.get(message.rank, began) > _LINE_S:
-            printed_at[message.rank] = now
+        now, phase = time.monotonic(), (message.rank, message.phase)
+        if message.fraction >= 1 or now - told_at.setdefault(phase, now) > _LINE_S:
+            told_at[phase] = now
             print(_line(message), file=sys.stderr, flush=True)
 
     return show

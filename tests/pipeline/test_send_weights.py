@@ -25,7 +25,7 @@ from headrace.protocol.program import Program
 from headrace.protocol.send_weights import Answer, AskPiece, Offer
 from headrace.protocol.stage_files import FileSize, Piece, StageFiles
 from pipeline.test_curve import junk
-from stage_models import read_model
+from stage_models import read_model, whole
 from tiny_checkpoints import write_tiny_gguf
 
 SECRET, OTHER = Secret(b"\1" * 32), Secret(b"\2" * 32)
@@ -394,3 +394,19 @@ def test_many_ask_at_once_and_each_has_what_it_asked_for(
     assert len(done) == 3
     for number, program in enumerate(programs):
         assert receive(address, program, tmp_path / str(number)).came == 0
+
+
+def test_one_who_asks_and_does_not_read_holds_nobody_up(
+    sender: WeightsSender, files: ModelFiles, program: Program, tmp_path: Path
+) -> None:
+    pieces = stage_files(files, whole(read_model(files))).pieces
+    largest = sorted(pieces, key=lambda piece: piece.nbytes)[-8:]
+    context = zmq.Context()
+    idle = weights_receiver._Connection(context, Source(sender.address(), SECRET), lambda: None)
+    try:
+        for piece in largest:
+            idle._ask(AskPiece(piece))
+        assert receive(sender.address(), program, tmp_path).came > 0
+    finally:
+        idle.close()
+        context.term()
