@@ -52,7 +52,7 @@ class OtherHosts:
 def measure(hosts: OtherHosts, checks: list[None] | None = None) -> object:
     checks = [] if checks is None else checks
     return measure_lines(
-        hosts,  # type: ignore[arg-type]
+        hosts,
         EVERYBODY,
         HERE,
         SECRET,
@@ -94,4 +94,4 @@ def test_what_is_asked_meanwhile_may_end_it() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure_lines(OtherHosts(), EVERYBODY, HERE, SECRET, True, check)  # type: ignore[arg-type]
+        measure_lines(OtherHosts(), EVERYBODY, HERE, SECRET, True, check)

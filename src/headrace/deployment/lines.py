@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import permutations
+from typing import Protocol
 
 from headrace.errors import StartError
 from headrace.host.cluster_key import Secret
 from headrace.host.network import Interface
-from headrace.pipeline.hosts import Hosts
 from headrace.pipeline.line import CONNECT_S, MEASURE_S, take_part
 from headrace.protocol.cluster import (
     AnswerLine,
@@ -35,8 +35,20 @@ _LOOK_S = 0.2
 _PART_S = 2 * (CONNECT_S + MEASURE_S)
 
 
+class OtherHosts(Protocol):
+    """The hosts beside this one, as pipeline/hosts.py has them."""
+
+    def order_line(
+        self, node: int, order: AnswerLine | MeasureLine
+    ) -> "queue.SimpleQueue[ToldOfLine]":
+        """Have a host do its part in measuring a line; what it says comes there."""
+
+    def is_there(self, node: int) -> bool:
+        """Whether a host takes part now."""
+
+
 def measure_lines(
-    hosts: Hosts,
+    hosts: OtherHosts,
     everybody: Sequence[HostFacts],
     here: Interface,
     secret: Secret,
@@ -77,7 +89,7 @@ def measure_lines(
 
 
 def _order(
-    hosts: Hosts, here: Interface, node: int, order: AnswerLine | MeasureLine
+    hosts: OtherHosts, here: Interface, node: int, order: AnswerLine | MeasureLine
 ) -> "queue.SimpleQueue[ToldOfLine]":
     """Have a host do its part; where what it says comes."""
     if node:
@@ -93,7 +105,7 @@ def _order(
 
 
 def _told(
-    hosts: Hosts,
+    hosts: OtherHosts,
     everybody: Sequence[HostFacts],
     node: int,
     told: "queue.SimpleQueue[ToldOfLine]",

@@ -24,8 +24,8 @@ def answer_alone(
     """What the module writes to standard output, run with the task on standard input.
 
     what: the process, for people. check: called once a second or more often; what it raises ends
-    the process. Raises PipelineError, with the last line that it complained in,
-    if the process fails.
+    the process. Raises PipelineError, with the last line that it complained in, if the process
+    fails.
     """
     process = start_process(
         [sys.executable, "-P", "-m", __name__, module],
