@@ -189,7 +189,8 @@ class Engine:
         """
         deltas, self._news = self._news, []
         for fault in faults:
-            blamed = self._suspects.died(self._computed_by(fault), outside=fault.outside)
+            computed = self._computed_by(fault)
+            blamed = self._suspects.died(computed, self._requests, outside=fault.outside)
             if blamed is not None:
                 name = self.pace.ranks.name(fault.rank)
                 deltas += self._end(blamed, "error", f"this request ended {name} again and again")
@@ -293,7 +294,7 @@ class Engine:
             due = self.pace.usage[fault.rank].newest_step + 1
             steps = range(due, self.scheduler.newest_step + 1)
         rows = [sequence for step in steps for sequence in self.scheduler.rows_of(step)]
-        return [sequence for sequence in dict.fromkeys(rows) if not sequence.finished]
+        return list(dict.fromkeys(rows))
 
     def _end(
         self, request_id: int, reason: FinishReason, stop_reason: str | None = None
@@ -370,9 +371,9 @@ class Engine:
 
     def _forget(self, sequence: Sequence) -> None:
         del self._texts[sequence]
-        self._suspects.got_on(sequence)
         siblings = self._requests[sequence.request.id]
         siblings.remove(sequence)
+        self._suspects.ended(sequence, siblings)
         if not siblings:
             del self._requests[sequence.request.id]
 

@@ -10,7 +10,7 @@ one tells. A process that was killed or stopped by somebody else says little abo
 such deaths in a row, at the same point, have it run apart, and two more there tell.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from headrace.engine.request import Sequence
@@ -21,8 +21,8 @@ _APART, _BLAMED = 2, 4
 
 @dataclass
 class _Mark:
-    """weight: of the deaths at this point. outputs: by completion, how many tokens it had or was
-    about to have then; with one more it is past the point."""
+    """weight: of the deaths at this point. outputs: by completion that goes on, how many tokens it
+    had or was about to have then; with one more it is past the point."""
 
     weight: int = 0
     outputs: dict[int, int] = field(default_factory=dict)
@@ -44,10 +44,21 @@ class Suspects:
         number = max(self._marks, key=lambda n: self._marks[n].weight, default=None)
         return number if number is not None and self._marks[number].weight >= _APART else None
 
-    def died(self, computed: Iterable[Sequence], *, outside: bool) -> int | None:
+    def died(
+        self,
+        computed: Iterable[Sequence],
+        going_on: Mapping[int, Iterable[Sequence]],
+        *,
+        outside: bool,
+    ) -> int | None:
         """A stage died, and may have been computing rows of these: the request that is to blame, if
-        that is certain. outside: its process was ended by somebody else."""
-        computed = list(computed)
+        that is certain.
+
+        computed: those of completions that have ended, too: a stage computes ahead of an end.
+        going_on: by request, its completions that have not ended. outside: the stage's process was
+        ended by somebody else.
+        """
+        computed = [sequence for sequence in computed if sequence.request.id in going_on]
         requests = {sequence.request.id for sequence in computed}
         for number in requests:
             self._marks.setdefault(number, _Mark()).weight += _OUTSIDE if outside else _OWN
@@ -56,20 +67,47 @@ class Suspects:
             due = outputs_had + sequence.in_flight
             if run is not None:
                 due = max(outputs_had, run.planned_positions - len(sequence.request.prompt))
-            outputs = self._marks[sequence.request.id].outputs
-            outputs[sequence.index] = max(due, outputs.get(sequence.index, 0))
+            number = sequence.request.id
+            self._suspect(number, going_on[number] if sequence.finished else [sequence], due)
+        for number in requests:
+            if not self._marks[number].outputs:
+                # What ended lay behind all that go on.
+                del self._marks[number]
         if len(requests) == 1:
             (only,) = requests
-            if self._marks[only].weight >= _BLAMED:
+            if only in self._marks and self._marks[only].weight >= _BLAMED:
                 return only
         return None
 
     def got_on(self, sequence: Sequence) -> None:
-        """A token of the sequence was accepted, or it ended: it may be past the point."""
+        """A token of the sequence was accepted: it may be past the point."""
+        point = self._point_of(sequence)
+        if point is not None and len(sequence.outputs) > point:
+            self._past(sequence)
+
+    def ended(self, sequence: Sequence, going_on: Iterable[Sequence]) -> None:
+        """The sequence ended. going_on: completions of its request that have not.
+
+        An end before the point shows nothing: the others are to get past it, then.
+        """
+        point = self._point_of(sequence)
+        if point is not None:
+            self._suspect(sequence.request.id, going_on, point)
+            self._past(sequence)
+
+    def _point_of(self, sequence: Sequence) -> int | None:
         mark = self._marks.get(sequence.request.id)
-        if mark is None or sequence.index not in mark.outputs:
-            return
-        if sequence.finished or len(sequence.outputs) > mark.outputs[sequence.index]:
-            del mark.outputs[sequence.index]
-            if not mark.outputs:
-                del self._marks[sequence.request.id]
+        return None if mark is None else mark.outputs.get(sequence.index)
+
+    def _suspect(self, number: int, sequences: Iterable[Sequence], point: int) -> None:
+        """Have these get past so many tokens before the request is trusted again."""
+        outputs = self._marks[number].outputs
+        for sequence in sequences:
+            if len(sequence.outputs) <= point:
+                outputs[sequence.index] = max(point, outputs.get(sequence.index, 0))
+
+    def _past(self, sequence: Sequence) -> None:
+        outputs = self._marks[sequence.request.id].outputs
+        del outputs[sequence.index]
+        if not outputs:
+            del self._marks[sequence.request.id]
