@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from headrace import LLM, SamplingParams
+from relay import Line
 from tiny_checkpoints import write_tiny_gguf
 from two_hosts import MASTER_ADDRESS, TwoHosts, UnavailableError
 
@@ -19,6 +20,7 @@ TOKENS = 12
 GENERATE = f"""
 import json
 from headrace import LLM, SamplingParams
+from relay import Line
 settings = json.loads(sys.argv[1])
 params = SamplingParams(temperature=0, max_tokens={TOKENS}, ignore_eos=True)
 with LLM(**settings) as llm:
@@ -31,7 +33,7 @@ with LLM(**settings) as llm:
 @pytest.fixture
 def hosts() -> Iterator[TwoHosts]:
     try:
-        with TwoHosts(DELAY_MS) as hosts:
+        with TwoHosts(Line(DELAY_MS)) as hosts:
             yield hosts
     except UnavailableError as error:
         pytest.skip(str(error))

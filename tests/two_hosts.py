@@ -3,6 +3,7 @@
 `python tests/two_hosts.py DELAY_MS -- bench overlap --model smollm2 -pp 2` runs a headrace command,
 any that starts an engine: the engine and the even stages on one host, the odd stages on the other,
 so that every message between neighbours crosses the line, which keeps each packet for DELAY_MS.
+These stages meet by gloo. What hosts that join each other do: tests/two_hosts_figures.py.
 """
 
 import os
@@ -10,11 +11,14 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import relay
+from relay import Line
 
 MASTER_ADDRESS = relay.ADDRESSES[0]
 
@@ -38,12 +42,12 @@ class UnavailableError(Exception):
 class TwoHosts:
     """The hosts, from entering the context to leaving it. UnavailableError if they cannot be."""
 
-    def __init__(self, delay_ms: float) -> None:
+    def __init__(self, line: Line) -> None:
         mark = uuid.uuid4().hex[:8]
         self.namespaces = [f"headrace-{mark}-{host}" for host in "ab"]
-        self._delay_ms = delay_ms
+        self._line = line
         # What carries packets from one to the other.
-        self.line: subprocess.Popen[str]
+        self.relay: subprocess.Popen[str]
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="hr-hosts-")
@@ -52,16 +56,18 @@ class TwoHosts:
             _STAGE_STARTER.format(other=self.namespaces[1], python=sys.executable)
         )
         self._starter.chmod(0o700)
-        self.line = subprocess.Popen(
-            [sys.executable, relay.__file__, *self.namespaces, str(self._delay_ms)],
+        line = self._line
+        how = (line.delay_ms, line.rate_mbit, line.loss_percent, line.mtu)
+        self.relay = subprocess.Popen(
+            [sys.executable, relay.__file__, *self.namespaces, *map(str, how)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             # A Ctrl-C is for the command; the relay ends after it.
             start_new_session=True,
         )
-        assert self.line.stdout is not None
-        answer = self.line.stdout.readline().strip()
+        assert self.relay.stdout is not None
+        answer = self.relay.stdout.readline().strip()
         if answer != "ready":
             self.__exit__(None, None, None)
             raise UnavailableError(answer or "the relay did not start")
@@ -73,17 +79,30 @@ class TwoHosts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self.line.stdin is not None
-        assert self.line.stdout is not None
-        self.line.stdin.close()
+        assert self.relay.stdin is not None
+        assert self.relay.stdout is not None
+        self.relay.stdin.close()
         try:
-            self.line.wait(10)
+            self.relay.wait(10)
         finally:
-            self.line.kill()
-            self.line.wait()
-            self.line.stdout.close()
+            self.relay.kill()
+            self.relay.wait()
+            self.relay.stdout.close()
             relay.remove(self.namespaces)
             self._folder.cleanup()
+
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """Nothing gets through."""
+        self._order("cut")
+        try:
+            yield
+        finally:
+            self._order("mend")
+
+    def _order(self, order: str) -> None:
+        assert self.relay.stdin is not None
+        print(order, file=self.relay.stdin, flush=True)
 
     def command(self, program: str, *arguments: str) -> list[str]:
         """What runs Python code on the first host, and the stages that it starts on both."""
@@ -107,7 +126,7 @@ def main() -> int:
         return 2
     arguments = [*sys.argv[3:], "--link-backend", "gloo", "--master-addr", MASTER_ADDRESS]
     try:
-        with TwoHosts(float(sys.argv[1])) as hosts:
+        with TwoHosts(Line(float(sys.argv[1]))) as hosts:
             process = subprocess.Popen(hosts.command(_HEADRACE, *arguments), env=hosts.environment)
             while True:
                 try:
