@@ -20,7 +20,6 @@ TOKENS = 12
 GENERATE = f"""
 import json
 from headrace import LLM, SamplingParams
-from relay import Line
 settings = json.loads(sys.argv[1])
 params = SamplingParams(temperature=0, max_tokens={TOKENS}, ignore_eos=True)
 with LLM(**settings) as llm:
