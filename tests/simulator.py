@@ -23,6 +23,7 @@ from headrace.engine.pace import Pace
 from headrace.engine.scheduler import Scheduler
 from headrace.errors import PipelineError
 from headrace.execution.model_executor import ModelExecutor
+from headrace.pipeline.links import edges
 from headrace.protocol.fault import RankFault
 from headrace.protocol.plan import Plan
 from headrace.protocol.ranks import Ranks
@@ -160,6 +161,8 @@ class Simulation:
         # Drawn apart from all else, as are the stages after a kill.
         self._kill_rng = random.Random(f"kill {seed}")
         self._draw_kills()
+        self._cut_rng = random.Random(f"cut {seed}")
+        self._draw_cuts()
         # Of the engine alone, longer than it would wait for stages. Drawn apart from all else.
         self._sleep_rng = random.Random(f"sleep {seed}")
         self._sleepiness = self._sleep_rng.choice([0.0, 0.0, 0.0, 0.0, 0.05])
@@ -182,7 +185,7 @@ class Simulation:
             try:
                 self._take(self.engine.step())
             except PipelineError:
-                if not self.stages.killed:
+                if not (self.stages.killed or self.stages.cut_off):
                     raise
                 self._restart([])
                 continue
@@ -196,6 +199,9 @@ class Simulation:
                 if not self._orders:
                     raise Deadlock(f"{self.engine.scheduler.steps_in_flight} steps in flight")
                 turn = max(turn, self._orders[0][0])
+        if self.stages.cut_off:
+            # What is left to do there nobody waits for.
+            self._restart([])
         while not self.engine.settled:
             self._take(self.engine.step())
         self.stages.stop()
@@ -375,6 +381,13 @@ class Simulation:
                 self._orders.append((kill_at, self._kill))
         self._orders = deque(sorted(self._orders, key=lambda order: order[0]))
 
+    def _draw_cuts(self) -> None:
+        """Moments at which a link between two ranks is lost, while both live."""
+        rng = self._cut_rng
+        for _ in range(rng.choice([0, 0, 0, 1, 2])):
+            self._orders.append((rng.randint(0, 60), self._cut))
+        self._orders = deque(sorted(self._orders, key=lambda order: order[0]))
+
     # What happens
 
     def _add(self, request: Request) -> None:
@@ -407,12 +420,23 @@ class Simulation:
         # The others go on until somebody notices.
         self._let_pass(rng.choice([0.0, 1.0, 3.0]) * _SCALE_S)
 
+    def _cut(self) -> None:
+        """Soon, in the middle of whatever the stages do then."""
+        rng, stages = self._cut_rng, self.stages
+        if channels := edges(Ranks(self.num_stages)):
+            cut = partial(stages.cut, rng.choice(channels))
+            self.clock.schedule(rng.choice([0.0, 5.0]) * _SCALE_S * rng.random(), cut)
+
     def _restart(self, faults: list[RankFault]) -> None:
         """What whoever runs an engine does about a pipeline that is gone."""
         scheduler = self.engine.scheduler
         self.reached["epoch lost"] += 1
         self.reached["epoch lost before its first result"] += not self.pipeline.messages
         self.reached["epoch lost with steps in flight"] += scheduler.steps_in_flight > 0
+        if not self.stages.killed:
+            # Nobody but a link is gone.
+            self._victims = self._victims if faults else []
+            self.reached["a link lost, no rank"] += self.stages.cut_off
         self.plans += self.pipeline.plans
         epoch = self.pipeline.epoch + 1
         self.stages.kill()

@@ -35,6 +35,7 @@ SITUATIONS = {
     "epoch lost with steps in flight",
     "message of a lost epoch",
     "one rank of several lost",
+    "a link lost, no rank",
     "a stage died of a request",
     "request blamed",
 }

@@ -298,6 +298,10 @@ class VirtualNetwork:
             if rank in channel[1:]
         }
 
+    def cut(self, channel: Channel) -> None:
+        """The edge is lost, both its ranks live: its open transfers fail, and all started later."""
+        self._edges[channel].cut(ConnectionResetError("the link was cut"))
+
     def kill(self, rank: int) -> None:
         """The rank is no more: its edges' open transfers fail, and all that are started later."""
         for channel, edge in self._edges.items():

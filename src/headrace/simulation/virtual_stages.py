@@ -12,7 +12,7 @@ from headrace.errors import PipelineError
 from headrace.execution.executor import Executor
 from headrace.pipeline.carry_out import carry_out
 from headrace.pipeline.effects import Compute, Effect, Start, TakePlans, Wait, WorkKind
-from headrace.pipeline.ledger import Ledger
+from headrace.pipeline.ledger import Channel, Ledger
 from headrace.pipeline.links import LinkError
 from headrace.pipeline.stage_loop import StageRole, stage_loop
 from headrace.pipeline.timeline import RankTimeline
@@ -44,8 +44,8 @@ class VirtualStages:
     process is kept from going on, asked before everything that it does. link_timeout: seconds
     after which a wait for a transfer fails.
 
-    killed: whether a rank is gone. events: what happened last, (moment, who, what), the newest
-    last.
+    killed: whether a rank is gone. cut_off: whether an edge is. events: what happened last,
+    (moment, who, what), the newest last.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class VirtualStages:
         self._clock = clock
         self._epoch = epoch
         self._inbox: list[bytes] = []
-        self.killed = False
+        self.killed = self.cut_off = False
         self._network = network
         # Why a rank that lives has given up.
         self._failure: PipelineError | None = None
@@ -157,6 +157,12 @@ class VirtualStages:
             self._by_rank[number].killed = True
         for number in ranks:
             self._network.kill(number)
+
+    def cut(self, channel: Channel) -> None:
+        """An edge is gone at once. Both its ranks go on until they miss it; nobody else is told."""
+        self.cut_off = True
+        self.events.append((self._clock.now, "the line", channel))
+        self._network.cut(channel)
 
     def _lose_link(self, rank: int, error: LinkError) -> None:
         """A rank gives up because a link of its is lost; so its neighbours lose theirs."""
