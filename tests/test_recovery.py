@@ -112,7 +112,7 @@ def test_a_death_while_the_pipeline_recovers_is_one_more_restart(
 ) -> None:
     with engine(model, 3) as llm:
         recovery = llm._running.recovery
-        look, killed = recovery.ranks.look, list[int]()
+        look, killed = recovery.rebuild.look, list[int]()
 
         def look_and_kill(timeout_s: float) -> bool:
             # One that loads, one that lives on, and both at once: each when the death before has
@@ -125,7 +125,7 @@ def test_a_death_while_the_pipeline_recovers_is_one_more_restart(
                     send(llm, victim, signal.SIGKILL)
             return look(timeout_s)
 
-        recovery.ranks.look = look_and_kill  # type: ignore[method-assign]
+        recovery.rebuild.look = look_and_kill  # type: ignore[method-assign]
 
         def kill(rounds: int) -> None:
             if rounds == 5:

@@ -160,7 +160,12 @@ class EngineConfig:
     ] = True
     join_timeout: Annotated[
         float,
-        Setting("Seconds to wait for other hosts.", above=0, most=86_400),
+        Setting(
+            "Seconds to wait for other hosts. If one stays away for longer while the engine runs, "
+            "the others take over its layers, if they have the memory.",
+            above=0,
+            most=86_400,
+        ),
     ] = 300.0
     stall_timeout: Annotated[
         float,

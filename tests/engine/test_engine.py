@@ -10,7 +10,7 @@ from headrace.engine.limits import SchedulerConfig
 from headrace.engine.outputs import OutputDelta, readable
 from headrace.engine.pace import Pace
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.step_cost import StepWork
+from headrace.engine.step_cost import StepCost, StepWork
 from headrace.errors import StallError, UsageError
 from headrace.protocol.messages import Activity, Report, Result, Timeline, TokenLogprobs
 from headrace.protocol.plan import Plan, Yield
@@ -446,4 +446,23 @@ def test_after_a_restart_a_request_goes_on_and_what_was_learnt_stays() -> None:
     assert target.snapshot.usage[0].busy_s > busy_s > 0
     assert target.snapshot.costs[0].seconds(StepWork(1, 10, 1)) == pytest.approx(0.75, rel=0.05)
     assert target.pace.oldest_step is None
+    assert target.settled
+
+
+def test_other_stages_with_less_cache_go_on_with_what_was_begun() -> None:
+    first, second = Pipeline(), Pipeline()
+    target = engine(first)
+    requests = [target.add([1], SamplingParams(max_tokens=40)) for _ in range(4)]
+    deltas = target.step()
+    target.restart(second, epoch=1)
+    prior = StepCost(fixed=1.0, per_token=0.0, per_position=0.0, per_sampled=0.0)
+    # Room for one of them at its longest.
+    target.new_stages(16, [prior])
+    assert target.snapshot.blocks_total == 16
+    assert target.snapshot.costs == (prior,)
+    deltas += run(target)
+    for request in requests:
+        assert [d.token for d in deltas if d.request_id == request] == [3] * 40
+    assert second.plans[0].epoch == 1
+    assert target.snapshot.preemptions > 0
     assert target.settled

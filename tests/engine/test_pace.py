@@ -63,6 +63,18 @@ def test_a_new_epoch_forgets_its_steps_and_keeps_costs_and_totals() -> None:
     assert (pace.costs, pace.usage[0].busy_s) == (costs, busy_s)
 
 
+def test_other_stages_cost_what_is_foretold_of_them() -> None:
+    slow = StepCost(fixed=1.0, per_token=0.0, per_position=0.0, per_sampled=0.0)
+    pace = Pace(Ranks(1), 3)
+    pace.planned(0, WORK)
+    pace.take(report(0, 0))
+    pace.new_epoch()
+    pace.new_stages([slow])
+    pace.planned(0, WORK)
+    assert (pace.costs, pace.cost) == ((slow,), slow)
+    assert pace.is_new(0, 0)
+
+
 def test_work_is_new_until_its_like_was_measured() -> None:
     pace = Pace(Ranks(1), 3)
     pace.planned(0, WORK)

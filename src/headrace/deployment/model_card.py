@@ -27,8 +27,8 @@ class ModelCard:
     activations and cache. max_model_len: positions of the longest sequence. max_num_seqs: slots.
     block_size: positions of a block, of which the cache has num_blocks on every stage.
     prefix_caching: whether blocks are found again. sampling_defaults: what its makers recommend,
-    for requests that say nothing. ranks: how many
-    processes share it. load_s: seconds from the launch until it was ready.
+    for requests that say nothing. ranks: how many processes share it. load_s: seconds from the
+    launch until it was ready. num_blocks and stages are those at the start.
     """
 
     name: str

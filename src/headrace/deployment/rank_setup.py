@@ -108,7 +108,8 @@ def reserve_cache(
                 fit.append(fitting(node, free_memory(), promised))
             else:
                 assert meeting is not None
-                fit.append(fitting(node, *meeting.hosts.free_memory(node)))
+                there = meeting.hosts.free_memory(node)
+                fit.append(fitting(node, there.free, there.promised))
         return min(fit)
 
     return processes.reserve_cache(bytes_per_block, choose)

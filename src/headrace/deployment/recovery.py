@@ -44,6 +44,13 @@ class RestartablePipeline(Pipeline, Protocol):
     def stand_still(self, ranks: tuple[int, ...]) -> None:
         """Count these among those that have to be started anew."""
 
+
+class Rebuilding(Protocol):
+    """How the ranks are started anew."""
+
+    def begin(self, epoch: int) -> None:
+        """Begin the epoch of this number."""
+
     def look(self, timeout_s: float) -> bool:
         """Further the start; whether every rank is ready. Raises what makes it fail."""
 
@@ -52,14 +59,13 @@ class RestartablePipeline(Pipeline, Protocol):
 class Recovery:
     """Steps an engine, and has its pipeline built anew when it breaks.
 
-    restart: begin the epoch of this number with these ranks; look() tells when they are ready.
     max_restarts, window_s: so many in so many seconds, and no more. status: the newest, for any
     thread.
     """
 
     engine: Engine
     ranks: RestartablePipeline
-    restart: Callable[[int], None]
+    rebuild: Rebuilding
     max_restarts: int
     window_s: float
     clock: Callable[[], float] = time.monotonic
@@ -84,7 +90,7 @@ class Recovery:
         try:
             if not self.recovering:
                 return self.engine.step(timeout_s)
-            if self.ranks.look(timeout_s):
+            if self.rebuild.look(timeout_s):
                 self._recovered()
             return []
         except HeadraceError as error:
@@ -120,7 +126,7 @@ class Recovery:
         for line in getattr(error, "__notes__", ()):
             _log.info(line)
         try:
-            self.restart(epoch)
+            self.rebuild.begin(epoch)
         except HeadraceError as another:
             deltas += self._begin(another)
         return deltas

@@ -15,6 +15,7 @@ from headrace.deployment.model import read_model
 from headrace.deployment.model_card import ModelCard, model_card
 from headrace.deployment.plan_table import print_plan
 from headrace.deployment.rank_setup import rank_configs, reserve_cache, step_priors
+from headrace.deployment.rebuild import Rebuild
 from headrace.deployment.recovery import Recovery
 from headrace.deployment.resolve import Deployment, resolve
 from headrace.engine.engine import Engine
@@ -101,10 +102,6 @@ def start(
     with rank_configs(deployment, epoch, meeting) as configs:
         processes = RankProcesses(configs, list(deployment.cpus), hosts, deployment.hosts)
 
-    def restart(epoch: int) -> None:
-        with rank_configs(deployment, epoch, meeting) as configs:
-            processes.restart(configs, num_blocks)
-
     try:
         # Meanwhile the stages load.
         tokenizer = deployment.model.tokenizer()
@@ -132,7 +129,7 @@ def start(
         recovery=Recovery(
             engine,
             processes,
-            restart,
+            Rebuild(engine, processes, deployment, meeting, num_blocks),
             deployment.config.max_restarts,
             deployment.config.restart_window,
         ),

@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from msgspec.structs import replace
+from msgspec import structs
 from tokenizers import Tokenizer
 
 from headrace.checks import check_type
@@ -19,6 +19,7 @@ from headrace.engine.request import FinishReason, Request, Sequence
 from headrace.engine.scheduler import Accepted, Scheduler
 from headrace.engine.snapshot import EngineSnapshot, snapshot_of
 from headrace.engine.stall import LINES_SHOWN, Scene, StallWatch
+from headrace.engine.step_cost import StepCost
 from headrace.engine.stop_strings import StopStrings
 from headrace.engine.suspects import Suspects
 from headrace.errors import UsageError
@@ -145,7 +146,7 @@ class Engine:
             seed = (self.seed + (request_id + 1) * _SEED_STRIDE) & MAX_SEED
         samplings = [stage_sampling(params, (seed + index) & MAX_SEED) for index in range(params.n)]
         # One completion's report on the prompt serves all.
-        samplings[1:] = [replace(sampling, prompt_logprobs=None) for sampling in samplings[1:]]
+        samplings[1:] = [structs.replace(each, prompt_logprobs=None) for each in samplings[1:]]
         # What completions have of their prompt is worked out once.
         begun = self.detokenizer.stream(prompt)
         request = Request(
@@ -206,6 +207,18 @@ class Engine:
         self.pipeline = pipeline
         self.scheduler.new_epoch(epoch)
         self.pace.new_epoch()
+        self._take_snapshot()
+
+    def new_stages(self, num_blocks: int, priors: Iterable[StepCost]) -> None:
+        """Before the first step of an epoch: its stages are others than those before.
+
+        num_blocks: of their caches, enough for the longest sequence. priors: what a step is taken
+        to cost each.
+        """
+        self.scheduler.config = replace(self.scheduler.config, num_blocks=num_blocks)
+        self.scheduler.new_epoch(self.scheduler.epoch)
+        self.pace.new_stages(tuple(priors))
+        self.scheduler.cost = self.pace.cost
         self._take_snapshot()
 
     def is_running(self, request_id: int) -> bool:

@@ -45,9 +45,7 @@ class Pace:
     _next_look: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.costs = tuple(self.priors) or (PRIOR,) * self.ranks.num_stages
-        self.cost = dearest(self.costs, StepWork(1, 1, 1))
-        self._fits = [CostFit(prior) for prior in self.costs]
+        self.new_stages(self.priors or (PRIOR,) * self.ranks.num_stages)
         self._usage = [RankUsage()] * self.ranks.count
         self._link_time = LinkTime(self.ranks, self.window)
 
@@ -58,6 +56,15 @@ class Pace:
         self._next_look = 0
         self._link_time = LinkTime(self.ranks, self.window)
         self._usage = [replace(usage, newest_step=-1) for usage in self._usage]
+
+    def new_stages(self, priors: Items[StepCost]) -> None:
+        """The stages have other layers, or run elsewhere: what was learned of their costs is void.
+
+        priors: what a step is taken to cost each, as at the beginning.
+        """
+        self.costs = tuple(priors)
+        self.cost = dearest(self.costs, StepWork(1, 1, 1))
+        self._fits = [CostFit(prior) for prior in self.costs]
 
     def planned(self, step: int, work: StepWork) -> None:
         """A step was planned, on which every stage will report."""

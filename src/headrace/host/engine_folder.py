@@ -19,6 +19,8 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.host.memory import memory_of
+
 _NAME = re.compile(r"headrace-[0-9a-f]{8}")
 # What lies in one: nothing else is ever removed.
 _CONTENT = re.compile(
@@ -82,7 +84,7 @@ class EngineFolder:
         """Let other engines know how many bytes each stage, by its process, is yet to take. What
         others were promised before stays."""
         for pid, size in cache_bytes.items():
-            self._promised[pid] = (_memory_of(pid) or 0) + size
+            self._promised[pid] = (memory_of(pid) or 0) + size
         full = list(self._promised.items())
         new = self.path / f"{_PROMISES}.new"
         new.write_bytes(msgspec.json.encode(full))
@@ -158,14 +160,4 @@ def _untouched(folder: Path) -> int:
         full = msgspec.json.decode((folder / _PROMISES).read_bytes(), type=list[tuple[int, int]])
     except (OSError, msgspec.DecodeError):
         return 0
-    return sum(max(0, size - taken) for pid, size in full if (taken := _memory_of(pid)) is not None)
-
-
-def _memory_of(process: int) -> int | None:
-    """Bytes in memory of a process alone, without pages of files; None if it has ended (Linux:
-    Documentation/filesystems/proc.rst, statm)."""
-    try:
-        _, resident, shared, *_ = map(int, Path(f"/proc/{process}/statm").read_text().split())
-    except OSError:
-        return None
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+    return sum(max(0, size - taken) for pid, size in full if (taken := memory_of(pid)) is not None)

@@ -1,5 +1,6 @@
-"""How much memory this machine still has."""
+"""How much memory this machine still has, and a process of it."""
 
+import os
 from pathlib import Path
 
 from headrace.host.control_groups import memory_left
@@ -13,3 +14,13 @@ def free_memory() -> int:
             free = int(line.split()[1]) * 1024
     allowed = memory_left()
     return free if allowed is None else min(free, allowed)
+
+
+def memory_of(process: int) -> int | None:
+    """Bytes in memory of a process alone, without pages of files; None if it has ended (Linux:
+    Documentation/filesystems/proc.rst, statm)."""
+    try:
+        _, resident, shared, *_ = map(int, Path(f"/proc/{process}/statm").read_text().split())
+    except OSError:
+        return None
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")

@@ -19,7 +19,7 @@ from headrace.errors import HeadraceError, StartError
 from headrace.host.cluster_key import Secret
 from headrace.host.cpus import StageCpus
 from headrace.host.engine_folder import EngineFolder
-from headrace.host.memory import free_memory
+from headrace.host.memory import free_memory, memory_of
 from headrace.pipeline.awaited_rank import AwaitedRank
 from headrace.pipeline.curve import FRAME_BYTES, Context, Socket, show_key
 from headrace.pipeline.hosts import CONTROL
@@ -231,7 +231,8 @@ class _Session:
                     self._forget(rank)
             case AskMemory():
                 with self._folder.promising() as promised:
-                    self._say(FreeMemory(free_memory(), promised))
+                    ranks = [memory_of(rank.process.pid) or 0 for rank in self._ranks.values()]
+                    self._say(FreeMemory(free_memory(), promised, sum(ranks)))
             case PromiseMemory(cache_bytes):
                 self._folder.promise(
                     {

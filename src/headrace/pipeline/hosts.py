@@ -80,18 +80,27 @@ class _Relay:
 
 @dataclass
 class _Node:
-    """A host that takes part. identity: of its agent's connection, None while it is away. facts:
-    None until they came, once. known: whether they came over this connection, too."""
+    """A host that takes part. identity: of its agent's connection, None while it is away. lost_at:
+    since when it is, on time.monotonic. facts: None until they came, once. known: whether they came
+    over this connection, too."""
 
     number: int
     name: str = ""
     identity: bytes | None = None
+    lost_at: float = 0.0
     joined: bool = False
     facts: Facts | None = None
     known: bool = False
     answers: "queue.SimpleQueue[FreeMemory]" = field(default_factory=queue.SimpleQueue)
     of_lines: "queue.SimpleQueue[ToldOfLine]" = field(default_factory=queue.SimpleQueue)
     relays: dict[int, _Relay] = field(default_factory=dict)
+
+    def leave(self) -> None:
+        """It takes no part from now on, until it joins again."""
+        # One that was not let in again has been away all the while.
+        if self.known:
+            self.lost_at = time.monotonic()
+        self.identity, self.known = None, False
 
 
 class Hosts:
@@ -168,17 +177,15 @@ class Hosts:
         self._order(lambda: self._add(node, relay))
         return process
 
-    def free_memory(self, node: int) -> tuple[int, int]:
-        """Bytes of a host, now; and those of them that its other engines were promised. Raises
-        StartError if it does not say."""
+    def free_memory(self, node: int) -> FreeMemory:
+        """Of a host, now. Raises StartError if it does not say."""
         answers = self._nodes[node].answers
         while not answers.empty():
             # It came too late for whoever asked before.
             answers.get()
         self._order(lambda: self._tell(self._nodes[node], AskMemory()))
         try:
-            answer = answers.get(timeout=_ANSWER_S)
-            return answer.free, answer.promised
+            return answers.get(timeout=_ANSWER_S)
         except queue.Empty:
             raise StartError(
                 f"host {self._nodes[node].name} did not say within {_ANSWER_S:g} s how much memory "
@@ -195,6 +202,13 @@ class Hosts:
     def is_there(self, node: int) -> bool:
         """Whether a host takes part now."""
         return self._nodes[node].identity is not None
+
+    def away(self) -> dict[int, float]:
+        """The hosts that have taken part and do not now, by their node ranks: for how many
+        seconds."""
+        now = time.monotonic()
+        lost = [node for node in self._nodes.values() if node.facts and not node.identity]
+        return {node.number: now - node.lost_at for node in lost}
 
     def promise_memory(self, cache_bytes: dict[int, int]) -> None:
         """Let other engines on the hosts know of their ranks' caches. cache_bytes: by rank."""
@@ -342,7 +356,7 @@ class Hosts:
                 if relay is not None and relay.process.life == life:
                     self._remove(node, relay, code, last_line)
             case AgentFailed(reason):
-                node.identity = None
+                node.leave()
                 with self._changed:
                     self._failure = f"host {node.name}: {reason}"
                     self._changed.notify_all()
@@ -357,13 +371,19 @@ class Hosts:
         if reason is not None:
             _log.warning(reason)
             self._tell(node, Refused(reason))
-            node.identity = None
+            node.leave()
             return
         with self._changed:
             node.facts, node.known = facts, True
             self._changed.notify_all()
         again = "" if before is None else " again"
-        _log.info("host %d joined%s: %s", node.number, again, facts.host.label)
+        # Before all have agreed, nobody runs stages.
+        spare = self._weights is not None and not node.relays
+        _log.info(
+            "host %d joined%s: %s%s",
+            *(node.number, again, facts.host.label),
+            "; it runs stages from the next restart on" if spare else "",
+        )
         for relay in list(node.relays.values()):
             self._start(node, relay)
 
@@ -423,7 +443,7 @@ class Hosts:
 
     def _lose(self, node: _Node) -> None:
         """The host is gone, and its ranks with it."""
-        node.identity = None
+        node.leave()
         if node.facts is None:
             node.joined = False
         if not self._closing:

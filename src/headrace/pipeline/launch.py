@@ -19,6 +19,7 @@ from headrace import errors
 from headrace.errors import HeadraceError, PipelineError, StartError, UsageError
 from headrace.host.cpus import StageCpus
 from headrace.host.engine_folder import EngineFolder
+from headrace.host.memory import free_memory, memory_of
 from headrace.pipeline.hosts import Hosts
 from headrace.pipeline.process import LocalProcess, start_rank_process
 from headrace.pipeline.rank_process import RankProcess, end_ranks, start_rank
@@ -101,7 +102,7 @@ class RankProcesses:
         self._woken = False
         self._processes: list[RankProcess] = []
         self._epoch, self._ranks = configs[0].epoch, configs[0].ranks
-        self._cpus = cpus
+        self._cpus, self._moved = cpus, False
         self._start: _Start | None = _Start(configs, None, set())
         self._block_bytes: list[int] = []
         self.faults: list[RankFault] = []
@@ -143,25 +144,57 @@ class RankProcesses:
         check: Callable[[], None],
     ) -> None:
         """Have every stage allocate its cache and meet the others."""
+        self.decide_cache(num_blocks)
+        while not self.look(_START_LOOK, on_progress):
+            check()
+
+    @property
+    def loaded(self) -> list[Loaded] | None:
+        """What the ranks of an epoch that begins said of their weights: all have, and it is to be
+        decided how large the cache is. None at any other time."""
+        start = self._start
+        if start is None or start.num_blocks is not None:
+            return None
+        said = [loaded for _, loaded in sorted(start.loaded.items())]
+        return said if len(said) == len(self._processes) else None
+
+    def decide_cache(self, num_blocks: int) -> None:
+        """The cache of the epoch that begins has so many blocks."""
         assert self._start is not None
         self._start.num_blocks = num_blocks
         # At once: nobody says anything before, and look() would wait for that.
         self._tell_cache(self._start)
-        while not self.look(_START_LOOK, on_progress):
-            check()
 
-    def restart(self, configs: list[RankConfig], num_blocks: int) -> None:
+    def room(self, node: int) -> int:
+        """Bytes that this engine's ranks may have on a host: what is free there, and what they have
+        now. Raises StartError if the host does not say."""
+        if node:
+            assert self._hosts is not None
+            there = self._hosts.free_memory(node)
+            return max(0, there.free + there.held - there.promised)
+        here = [memory_of(rank.process.pid) or 0 for rank in self._processes if not rank.node]
+        with self._folder.promising() as promised:
+            return max(0, free_memory() + sum(here) - promised)
+
+    def move(self, cpus: list[StageCpus], nodes: Sequence[int]) -> None:
+        """Have the ranks run elsewhere, or with other layers, from the next restart() on; both by
+        rank. None lives on then."""
+        self._cpus, self._nodes, self._moved = cpus, nodes, True
+
+    def restart(self, configs: list[RankConfig], num_blocks: int | None) -> None:
         """Begin the next epoch; look() furthers it. Ranks that have a fault, or died, are started
         anew; others keep their weights and their caches.
 
-        configs: of all ranks for the new epoch. num_blocks: of the cache, as in the epoch before.
+        configs: of all ranks for the new epoch. num_blocks: of the cache, as in the epoch before;
+        None if it is to be decided once all have loaded.
         """
         self._epoch = configs[0].epoch
         unfit = {fault.rank for fault in self.faults} | {rank.number for rank in self._dead()}
         kept = set(range(len(self._processes))) - unfit
-        if any(config.store_fd is not None for config in configs):
+        if self._moved or any(config.store_fd is not None for config in configs):
             # Process groups do not outlive one of their members.
             unfit, kept = unfit | kept, set()
+        self._moved = False
         self._start = _Start(configs, num_blocks, kept)
         self.faults = []
         self._replace(unfit)
@@ -183,7 +216,9 @@ class RankProcesses:
         messages = self._receive(timeout_s)
         waited_s = min(timeout_s, time.monotonic() - began)
         start.waited_s += waited_s
-        start.quiet_s = 0.0 if messages else start.quiet_s + waited_s
+        # A host that is away is waited for, however long.
+        quiet = not messages and not self._hosts_are_away
+        start.quiet_s = start.quiet_s + waited_s if quiet else 0.0
         for message in messages:
             # What ranks said before they noted the new epoch is void.
             match message:
@@ -345,6 +380,11 @@ class RankProcesses:
         if start.kept:
             new = [rank for rank in self._processes if rank.number not in start.kept]
             self._promise(start.num_blocks, new)
+
+    @property
+    def _hosts_are_away(self) -> bool:
+        hosts, nodes = self._hosts, {rank.node for rank in self._processes if rank.node}
+        return hosts is not None and not all(hosts.is_there(node) for node in nodes)
 
     def _judge(self, start: _Start) -> None:
         """Replace ranks that live on but do not note the new epoch. Raises StartError if nobody

@@ -87,10 +87,12 @@ class AskMemory(msgspec.Struct, tag="ask_memory", array_like=True, frozen=True):
 
 
 class FreeMemory(msgspec.Struct, tag="free_memory", array_like=True, frozen=True):
-    """free: bytes, of which promised only look free: other engines there were promised them."""
+    """free: bytes, of which promised only look free: other engines there were promised them. held:
+    what this engine's ranks there have besides."""
 
     free: int
     promised: int
+    held: int
 
 
 class PromiseMemory(msgspec.Struct, tag="promise_memory", array_like=True, frozen=True):

@@ -215,7 +215,7 @@ class EngineState(Collector):
         )
         self._add_by_rank(fractions, ranks, self._busy_fractions(ranks.count))
         yield fractions
-        yield self._cache_config(self._engine.card)
+        yield self._cache_config(self._engine.card, now.blocks_total)
 
     def _figure(self, figure: _Figure[_Source], source: _Source) -> Metric:
         family = figure.family(
@@ -244,13 +244,13 @@ class EngineState(Collector):
             for early, late in zip(before, after, strict=True)
         ]
 
-    def _cache_config(self, card: ModelCard) -> Metric:
+    def _cache_config(self, card: ModelCard, num_blocks: int) -> Metric:
         """Labels as in vLLM: programs that route requests read them."""
         info = GaugeMetricFamily(
             "headrace:cache_config_info",
             "How the KV cache is laid out; always 1.",
             labels=["model_name", "block_size", "num_gpu_blocks", "enable_prefix_caching"],
         )
-        sizes = [str(card.block_size), str(card.num_blocks), str(card.prefix_caching)]
+        sizes = [str(card.block_size), str(num_blocks), str(card.prefix_caching)]
         info.add_metric([self._model_name, *sizes], 1)
         return info
