@@ -175,6 +175,16 @@ def test_then_the_others_take_its_layers_and_the_cache_is_as_large_as_fits(
     assert processes(rebuild).what() == [("restart", 2, num_blocks)]
 
 
+def test_each_host_that_is_away_has_its_time(rebuild: Rebuild, hosts: Hosts) -> None:
+    hosts.lost.update({1: PATIENCE_S + 1, 2: 1.0})
+    rebuild.begin(1)
+    rebuild.look(0.0)
+    assert processes(rebuild).what() == [("restart", 1, 100)]
+    hosts.lost[2] = PATIENCE_S + 1
+    rebuild.look(0.0)
+    assert processes(rebuild).what() == [("move", (0, 0, 0)), ("restart", 1, None)]
+
+
 def test_without_the_memory_it_says_what_is_missing_and_waits(
     rebuild: Rebuild, hosts: Hosts, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -31,7 +31,7 @@ def plan_around(deployment: Deployment, room: Mapping[int, int]) -> Deployment:
         },
     )
     # What the hosts would choose by themselves may be another type without the one that is away.
-    config = replace(deployment.config, dtype=deployment.dtype)  # type: ignore[arg-type]
+    config = replace(deployment.config, dtype=deployment.dtype)
     found = resolve(config, deployment.model, left)
     return replace(
         found,

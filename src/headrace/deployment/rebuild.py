@@ -98,7 +98,8 @@ class Rebuild:
                 self._names(new),
                 self.patience_s,
             )
-        if not any(away[node] > self.patience_s for node in missing):
+        # Each has its time: the one before does not shorten it.
+        if not missing or min(away[node] for node in missing) <= self.patience_s:
             return
         left, (tried, tried_at) = self._there, self._tried
         if left == tried and time.monotonic() - tried_at < self.patience_s:

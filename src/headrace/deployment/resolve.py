@@ -6,6 +6,7 @@ it out, and everybody else reads it from the deployment.
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Literal
 
 from headrace.config import EngineConfig
 from headrace.deployment.cache_size import CacheLimit, check_max_model_len
@@ -28,6 +29,7 @@ from headrace.protocol.messages import LinkBackend, LinkEmulation
 from headrace.protocol.model_config import ModelSizes, StageShare
 from headrace.protocol.ranks import Ranks
 
+Dtype = Literal["float32", "bfloat16", "float16"]
 # Seconds for the stages to meet, which has nothing to do with how long a step may take.
 _START_TIMEOUT = 60.0
 _ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -58,7 +60,7 @@ class Deployment:
     hosts: tuple[int, ...]
     need: MemoryNeed
     cpus: tuple[StageCpus, ...]
-    dtype: str
+    dtype: Dtype
     max_model_len: int
     max_num_seqs: int
     num_microbatches: int
@@ -179,7 +181,7 @@ def _max_model_len(config: EngineConfig, model: ModelSizes) -> int:
     return wanted or model.max_positions
 
 
-def _dtype(config: EngineConfig, model: ModelSizes, cluster: Cluster) -> str:
+def _dtype(config: EngineConfig, model: ModelSizes, cluster: Cluster) -> Dtype:
     if config.dtype != "auto":
         return config.dtype
     fast = all(host.computes_bfloat16 or host.native_kernels for host in cluster.hosts)
