@@ -6,6 +6,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from headrace.host.engine_folder import EngineFolder
@@ -151,3 +152,16 @@ def test_a_stage_that_has_ended_is_promised_nothing() -> None:
         assert promised == 0
     one.remove()
     other.remove()
+
+
+def test_a_promise_to_a_stage_that_has_ended_is_forgotten() -> None:
+    folder = EngineFolder()
+    if (child := os.fork()) == 0:
+        signal.pause()
+    folder.promise({child: MIB, os.getpid(): MIB})
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    folder.promise({os.getpid(): 2 * MIB})
+    promised = msgspec.json.decode((folder.path / "promises").read_bytes())
+    assert [pid for pid, _ in promised] == [os.getpid()]
+    folder.remove()

@@ -85,6 +85,8 @@ class EngineFolder:
         others were promised before stays."""
         for pid, size in cache_bytes.items():
             self._promised[pid] = (memory_of(pid) or 0) + size
+        # Nothing of those that have ended: others may come to have their numbers.
+        self._promised = {p: b for p, b in self._promised.items() if memory_of(p) is not None}
         full = list(self._promised.items())
         new = self.path / f"{_PROMISES}.new"
         new.write_bytes(msgspec.json.encode(full))
