@@ -1,24 +1,31 @@
-"""Faults planted in real stages' processes, by a sitecustomize.py that Python runs there first."""
+"""Faults planted in real stages' processes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from planted import plant
+
 _PLANTED = """
-import os, sys
-from importlib.util import find_spec
-from pathlib import Path
+import os, random, socket, threading, time, weakref
 
-FOLDER = Path(__file__).parent
+LINKS = []
 
 
-def plant(module):
+def ordered(what):
+    file = FOLDER / f"{what}-{RANK}"
+    if file.exists():
+        file.unlink()
+        return True
+    return False
+
+
+def fail_in_layers(module):
     forward = module.ModelExecutor.forward
 
     def faulty(self, plan, inputs):
-        for file in FOLDER.glob("fails-*"):
-            if file.name == "fails-" + sys.argv[2].rpartition("-")[2]:
-                file.unlink()
-                raise RuntimeError("planted in a layer")
+        if ordered("fails"):
+            raise RuntimeError("planted in a layer")
         poison = [int(f.name.partition("-")[2]) for f in FOLDER.glob("poison-*")]
         slots = {s for s, slot in self._slots.items() if set(slot.admission.prompt) & set(poison)}
         if slots & {row.slot for row in plan.rows}:
@@ -30,36 +37,71 @@ def plant(module):
     module.ModelExecutor.forward = faulty
 
 
-class Finder:
-    def find_spec(self, name, path, target=None):
-        if name != "headrace.execution.model_executor":
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        execute = spec.loader.exec_module
+def fail_to_load(module):
+    load = module.load_model
 
-        def execute_and_plant(module):
-            execute(module)
-            plant(module)
+    def faulty(*arguments):
+        if ordered("unloadable"):
+            raise RuntimeError("planted in a load")
+        return load(*arguments)
 
-        spec.loader.exec_module = execute_and_plant
-        return spec
+    module.load_model = faulty
 
 
-if "headrace.pipeline.stage_process" in sys.orig_argv:
-    sys.meta_path.insert(0, Finder())
+def note_links(module):
+    begin = module._LocalLink.__init__
+
+    def noted(self, *arguments):
+        begin(self, *arguments)
+        LINKS.append(weakref.ref(self))
+
+    module._LocalLink.__init__ = noted
+
+
+def break_links():
+    while True:
+        time.sleep(0.02)
+        LINKS[:] = [link for link in LINKS if link() is not None]
+        order = FOLDER / f"breaks-{RANK}"
+        if LINKS and order.exists():
+            # Held by no name, or it would outlive its epoch.
+            try:
+                random.choice(LINKS)()._socket.shutdown(socket.SHUT_RDWR)
+            except (AttributeError, OSError):
+                # It was closed meanwhile: there will be others.
+                continue
+            order.unlink()
+
+
+if IS_STAGE:
+    when_imported("headrace.execution.model_executor", fail_in_layers)
+    when_imported("headrace.execution.load", fail_to_load)
+    when_imported("headrace.pipeline.local_link", note_links)
+    threading.Thread(target=break_links, daemon=True).start()
 """
 
 
 @dataclass(frozen=True)
 class Faults:
-    """A folder that stages look into before each step, once it is on their PYTHONPATH."""
+    """A folder that stages look into, once it is on their PYTHONPATH."""
 
     folder: Path
 
     def fail_once(self, rank: int) -> None:
         """Have this rank raise in its next step."""
         (self.folder / f"fails-{rank}").touch()
+
+    def fail_loading(self, rank: int) -> None:
+        """Have this rank raise when its next process loads."""
+        (self.folder / f"unloadable-{rank}").touch()
+
+    def break_link(self, rank: int) -> Callable[[], bool]:
+        """Have one of this rank's links be shut down under it, at any moment; both ends notice.
+
+        What it gives tells whether that was done."""
+        file = self.folder / f"breaks-{rank}"
+        file.touch()
+        return lambda: not file.exists()
 
     def poison(self, token: int, *, aborts: bool) -> None:
         """Have any stage fail whenever it computes a prompt with this token. aborts: its process
@@ -71,5 +113,5 @@ class Faults:
 
 def planted(folder: Path) -> Faults:
     """Faults that lie in this folder."""
-    (folder / "sitecustomize.py").write_text(_PLANTED, encoding="ascii")
+    plant(folder, _PLANTED)
     return Faults(folder)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from census import descriptors
+from command import wait_until
 from faults import Faults, planted
 from headrace import LLM, SamplingParams
 from headrace.engine.outputs import OutputDelta
@@ -146,6 +148,49 @@ def test_an_exception_in_a_layer_costs_only_its_stage(
         assert llm._running.recovery.status.restarts == 1
         same = [old == new for old, new in zip(before, pids(llm), strict=True)]
         assert same == [number != victim for number in range(3)]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_link_that_is_shut_under_its_stages_costs_no_process(
+    model: str, expected: Answers, rank: int, faults: Faults
+) -> None:
+    with engine(model, 3) as llm:
+        before = pids(llm)
+
+        def shut(rounds: int) -> None:
+            if rounds == 7:
+                wait_until(faults.break_link(rank))
+
+        assert answers(llm, shut) == expected
+        assert llm._running.recovery.status.restarts == 1
+        assert pids(llm) == before
+
+
+def test_what_lives_through_recoveries_holds_nothing_of_the_epochs_before(
+    model: str, faults: Faults
+) -> None:
+    with engine(model, 3) as llm:
+        opened = []
+        for number in range(4):
+            answers(llm, lambda n: wait_until(faults.break_link(1)) if n == 7 else None)
+            assert llm._running.recovery.status.restarts == number + 1
+            opened.append([descriptors(pid) for pid in [os.getpid(), *pids(llm)]])
+        # From the second on: by then, whatever is made once was made.
+        assert opened[1] == opened[2] == opened[3]
+
+
+def test_a_stage_that_fails_while_it_loads_is_started_once_more(
+    model: str, expected: Answers, faults: Faults
+) -> None:
+    with engine(model, 2) as llm:
+
+        def kill(rounds: int) -> None:
+            if rounds == 7:
+                faults.fail_loading(1)
+                send(llm, 1, signal.SIGKILL)
+
+        assert answers(llm, kill) == expected
+        assert llm._running.recovery.status.restarts == 2
 
 
 def test_a_stage_that_is_stopped_is_found_by_its_deadline_and_replaced(

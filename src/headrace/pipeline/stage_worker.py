@@ -202,7 +202,9 @@ def _run_epoch(
         max_rows=config.max_num_seqs,
         blocking_feedback=config.blocking_feedback,
     )
-    # What is there now stays: no need for the collector to walk through it again and again.
+    # What is there now stays: no need for the collector to walk through it again and again. What
+    # was there in the epoch before may be garbage: a link holds its error, whose frames hold it.
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
     os.sched_setaffinity(0, cpus)
