@@ -1,14 +1,13 @@
-# make run | test | simulate | chaos | lint | setup: each does the set-up it needs first.
+# make run | test | simulate | chaos | soak | lint | setup: each does the set-up it needs first.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 SEEDS ?= 1000
-MINUTES ?= 10
 SEED ?= 1
 
-.PHONY: run test simulate chaos lint setup clean
+.PHONY: run test simulate chaos soak lint setup clean
 
 run: setup
 	@$(BIN)/headrace generate --model smollm2 -pp 2 --chat --temperature 0 --max-tokens 160 \
@@ -21,8 +20,13 @@ test: setup
 simulate: setup
 	$(BIN)/python tests/simulate.py $(SEEDS)
 
+chaos: MINUTES ?= 10
 chaos: setup
 	$(BIN)/python tests/chaos.py --minutes $(MINUTES) --seed $(SEED)
+
+soak: MINUTES ?= 20
+soak: setup
+	$(BIN)/python tests/soak.py --minutes $(MINUTES) --seed $(SEED)
 
 lint: setup
 	$(BIN)/ruff check .
