@@ -15,7 +15,7 @@ from headrace.checkpoint.locate import ModelFiles, locate_model
 from headrace.errors import ModelError
 from headrace.model.weights import open_tensors
 from headrace.protocol.hosts import WeightsDigest
-from headrace.protocol.program import StoredTensor
+from headrace.protocol.stored_tensor import StoredTensor
 from tiny_checkpoints import write_tiny_gguf, write_tiny_llama
 
 

@@ -11,7 +11,8 @@ from headrace.model.architectures.qwen2 import QWEN2
 from headrace.model.bind import Weights, bind
 from headrace.model.interpreter import Interpreter
 from headrace.protocol.model_config import StageShare
-from headrace.protocol.program import Program, StoredTensor
+from headrace.protocol.program import Program
+from headrace.protocol.stored_tensor import StoredTensor
 from kernels.paged import Sequences, sequences
 from stage_models import described_program
 

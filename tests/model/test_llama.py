@@ -14,7 +14,7 @@ from greedy import run_stages
 from headrace.checkpoint.locate import locate_model
 from headrace.deployment.partition import stage_shares
 from headrace.model.weights import open_tensors
-from headrace.protocol.program import StoredTensor
+from headrace.protocol.stored_tensor import StoredTensor
 from stage_models import load_stage, read_model
 from tiny_checkpoints import write_tiny_llama
 

@@ -80,36 +80,40 @@ _ROPE_FIELDS = frozenset(
     {
         "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
         "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate",
-        "attention_factor", "mscale", "mscale_all_dim",
+        "attention_factor", "mscale", "mscale_all_dim", "short_factor", "long_factor",
         # what YaRN's first code and others leave there
         "finetuned",
     }
 )  # fmt: skip
-# Factors for each frequency, two sets of them: Phi-3's, under its new name and its old one.
-_LONGROPE = ("longrope", "su")
 _MAX_LABELS = 1 << 20
 # What has a field without making the model another one: off, absent, empty.
 _OFF: tuple[Any, ...] = (None, False, "", [], {})
 
 
 def check_fields(
-    path: Path, raw: Mapping[str, Any], model_fields: frozenset[str], ignored: frozenset[str]
+    path: Path,
+    raw: Mapping[str, Any],
+    model_fields: frozenset[str],
+    ignored: frozenset[str],
+    *,
+    mxfp4: bool = False,
 ) -> None:
     """Raises ModelError, naming the field, for one that may change what the model computes and
     whose meaning is not known, and for weights that the configuration calls quantized.
 
     model_fields: those that the model's configuration is made from. ignored: those that its class
-    in transformers has none of, and other classes have.
+    in transformers has none of, and other classes have. mxfp4: weights may be quantized so.
     """
     for name in _QUANTIZED:
-        if quantization := raw.get(name):
+        quantization = raw.get(name)
+        if quantization and not (mxfp4 and _method(quantization) == "mxfp4"):
             raise ModelError(
                 f"model {path}: its weights are quantized ({_method(quantization)}) according to "
                 f"its {name}, which is not supported for directories; use the original weights or "
                 "a GGUF file"
             )
     for name, value in raw.items():
-        if name not in model_fields | ignored and not _is_harmless(name, value):
+        if name not in model_fields | ignored | set(_QUANTIZED) and not _is_harmless(name, value):
             _refuse(path, name, value)
     # Of no use here, but transformers makes a table of them whenever it reads the file.
     labels = raw.get("num_labels") or 0
@@ -125,10 +129,6 @@ def check_fields(
 
 
 def _check_rope_fields(path: Path, block: str, parameters: Mapping[str, Any]) -> None:
-    # Before its fields, and before transformers: each would say less of what is wrong.
-    kind = parameters.get("rope_type") or parameters.get("type")
-    if kind in _LONGROPE:
-        raise ModelError(f"model {path}: rope scaling {kind} is not supported")
     for name, value in parameters.items():
         off = _is_off(value) or (name == "partial_rotary_factor" and value == 1)
         if name not in _ROPE_FIELDS and name not in LAYER_KINDS and not off:

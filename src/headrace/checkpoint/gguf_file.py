@@ -32,6 +32,7 @@ SUPPORTED_KINDS = (
     GGMLQuantizationType.Q4_K,
     GGMLQuantizationType.Q5_K,
     GGMLQuantizationType.Q6_K,
+    GGMLQuantizationType.MXFP4,
 )
 
 MAGIC = b"GGUF"
@@ -96,20 +97,28 @@ class GgufFile:
     tensors: dict[str, GgufTensor]
     _map: mmap.mmap = field(repr=False, compare=False)
 
-    def load(self, name: str) -> np.ndarray:
+    def load(self, name: str, part: int | None = None) -> np.ndarray:
         """The tensor as a float32 array of its shape that shares no memory with the file.
 
-        Raises ModelError if the file has no such tensor.
+        part: of a tensor that stacks several, this one alone is read. Raises ModelError if the
+        file has no such tensor.
         """
         tensor = self.tensors.get(name)
         if tensor is None:
             raise ModelError(f"{self.path}: has no tensor {name!r}, but the model needs it")
-        stored = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
-        rows = prod(tensor.shape[:-1])
-        values = quants.dequantize(stored.reshape(rows, tensor.nbytes // rows), tensor.kind)
+        shape, offset, nbytes = tensor.shape, tensor.offset, tensor.nbytes
+        if part is not None:
+            nbytes //= shape[0]
+            shape, offset = shape[1:], offset + part * nbytes
+        stored = np.frombuffer(self._map, np.uint8, nbytes, offset)
+        rows = prod(shape[:-1])
+        values = quants.dequantize(stored.reshape(rows, nbytes // rows), tensor.kind)
         # float32 comes back as a view of the map; the other kinds are computed afresh.
         own = values.copy() if np.shares_memory(values, stored) else values
-        return own.reshape(tensor.shape)
+        # Or all that was ever read would count as this process's memory.
+        begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, begin, offset + nbytes - begin)
+        return own.reshape(shape)
 
 
 def read_gguf(path: Path) -> GgufFile:

@@ -39,14 +39,16 @@ def read_huggingface_config(
     config_class: str,
     fields: frozenset[str],
     ignored: frozenset[str],
+    *,
+    mxfp4: bool = False,
 ) -> HuggingFaceConfig:
     """The fields as this class of transformers reads them.
 
-    fields: those that make the model. ignored: those that are there and mean nothing to it. Runs no
-    code of the directory's. Raises ModelError for fields whose meaning is unknown, and for values
-    that make no sense to transformers.
+    fields: those that make the model. ignored: those that are there and mean nothing to it. mxfp4:
+    weights may be quantized so. Runs no code of the directory's. Raises ModelError for fields whose
+    meaning is unknown, and for values that make no sense to transformers.
     """
-    check_fields(path, raw, fields, ignored)
+    check_fields(path, raw, fields, ignored, mxfp4=mxfp4)
     # Slow to import, and only this kind of model needs it.
     import transformers
 

@@ -9,7 +9,7 @@ from headrace.checkpoint.plausible import check_rates
 from headrace.errors import ModelError
 from headrace.protocol.model_config import RopeConfig
 
-_SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn")
+_SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _SUPPORTED_GGUF = ("none", "linear", "yarn")
 
 
@@ -69,10 +69,28 @@ def rope_from_huggingface(
                 mscale=number("mscale"),
                 mscale_all_dim=number("mscale_all_dim"),
             )
+        case "longrope":
+            rope = RopeConfig(
+                theta=theta,
+                kind=kind,
+                factor=number("factor", max_positions / original),
+                original_max_positions=original,
+                attention_factor=number("attention_factor"),
+                short_factors=_factors(path, parameters, "short_factor"),
+                long_factors=_factors(path, parameters, "long_factor"),
+            )
         case _:
             # What is dynamic begins beyond max_position_embeddings.
             rope = RopeConfig(theta=theta)
     return _checked(path, rope)
+
+
+def _factors(path: Path, parameters: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    factors = parameters.get(name)
+    if not isinstance(factors, list):
+        raise ModelError(f"model {path}: rope scaling longrope needs {name}, a list of numbers")
+    check_rates(path, {f"rope {name} {number}": each for number, each in enumerate(factors)})
+    return tuple(map(float, factors))
 
 
 def rope_from_gguf(metadata: GgufMetadata, theta: float = 10000.0) -> RopeConfig:
@@ -119,6 +137,11 @@ def _checked(path: Path, rope: RopeConfig) -> RopeConfig:
     )
     if rope.kind == "yarn" and rope.theta <= 1:
         raise ModelError(f"model {path}: rope theta is {rope.theta}, which YaRN cannot stretch")
+    if rope.kind == "longrope" and rope.original_max_positions <= 1:
+        raise ModelError(
+            f"model {path}: rope original_max_position_embeddings is "
+            f"{rope.original_max_positions}, which longrope cannot stretch"
+        )
     if rope.kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
         raise ModelError(
             f"model {path}: rope low_freq_factor {rope.low_freq_factor} must be less than "

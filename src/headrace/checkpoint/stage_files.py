@@ -41,11 +41,12 @@ def stage_files(files: ModelFiles, *programs: Program) -> StageFiles:
     wanted: dict[Path, set[tuple[int, int]]] = {file: {(0, headers[file])} for file in headers}
     wanted |= {file: {(0, file.stat().st_size)} for file in configuration}
     for tensor in (each for program in programs for each in tensors_of(program)):
-        extent = extents.get(tensor.name)
-        if extent is not None:
-            wanted[extent.file].add((extent.offset, extent.nbytes))
-        elif not tensor.optional:
-            raise ModelError(f"model {files.path}: tensor {tensor.name} is missing")
+        for name, _ in tensor.stored:
+            extent = extents.get(name)
+            if extent is not None:
+                wanted[extent.file].add((extent.offset, extent.nbytes))
+            elif not tensor.optional:
+                raise ModelError(f"model {files.path}: tensor {name} is missing")
     names = {file: file.relative_to(folder).as_posix() for file in sorted(wanted)}
     return StageFiles(
         kind=files.kind,

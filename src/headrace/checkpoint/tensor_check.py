@@ -7,13 +7,14 @@ from headrace.errors import ModelError
 from headrace.protocol.program import (
     Attention,
     Embed,
+    Experts,
     HeadNorm,
     Linear,
     Norm,
     Program,
     Rotate,
-    StoredTensor,
 )
+from headrace.protocol.stored_tensor import StoredTensor
 
 
 def check_tensors(
@@ -29,11 +30,12 @@ def check_tensors(
     used = set()
     for program in programs:
         for tensor in tensors_of(program):
-            if tensor.name in shapes:
-                check_shape(path, tensor.name, shapes[tensor.name], tensor.shape)
-                used.add(tensor.name)
-            elif not tensor.optional:
-                raise ModelError(f"model {path}: tensor {tensor.name} is missing")
+            for name, shape in tensor.stored:
+                if name in shapes:
+                    check_shape(path, name, shapes[name], shape)
+                    used.add(name)
+                elif not tensor.optional:
+                    raise ModelError(f"model {path}: tensor {name} is missing")
     return [name for name in shapes if name not in used]
 
 
@@ -48,16 +50,22 @@ def tensors_of(program: Program) -> list[StoredTensor]:
                 found.append(weight.tensor)
             case Linear(weight=matrix):
                 found += [*matrix.parts, *matrix.biases]
-            case Rotate(factors=factors):
-                found.append(factors)
+            case Experts(gate_up=gate_up, down=down, count=count):
+                for part in (*gate_up.parts, *gate_up.biases, *down.parts, *down.biases):
+                    found += part.of_experts(count)
+            case Rotate(factors=factors, long_factors=long_factors):
+                found += [factors, long_factors]
             case Attention(sinks=sinks):
                 found.append(sinks)
     return [tensor for tensor in found if tensor is not None]
 
 
 def check_shape(path: Path, name: str, found: tuple[int, ...], configured: tuple[int, ...]) -> None:
-    """Raises ModelError if a tensor has another shape than the configuration asks for."""
-    if tuple(found) != configured:
+    """Raises ModelError if a tensor has another shape than the configuration asks for.
+
+    Sizes of 1 may be left out, as llama.cpp's converter does.
+    """
+    if [n for n in found if n != 1] != [n for n in configured if n != 1]:
         raise ModelError(
             f"model {path}: tensor {name} has shape {list(found)}, "
             f"the configuration asks for {list(configured)}"

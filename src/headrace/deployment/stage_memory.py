@@ -69,7 +69,7 @@ def memory_need(
     blocks = -(-max_model_len // block_size)
     rotations = 4 * sizes.rotation_elements * max_model_len
     return MemoryNeed(
-        layers=tuple(layer.products * element_size for layer in sizes.layers),
+        layers=tuple(layer.weights * element_size for layer in sizes.layers),
         embedding=sizes.vocab_size * sizes.hidden_size * element_size,
         head=sizes.head_products * element_size,
         caches=tuple(

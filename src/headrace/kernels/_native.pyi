@@ -27,6 +27,7 @@ def rms_norm(
     rows: int,
     width: int,
     epsilon: float,
+    rounds_once: bool,
     bfloat16: bool,
     /,
 ) -> None: ...
@@ -42,6 +43,27 @@ def head_norm(
     /,
 ) -> None: ...
 def gate(x: int, out: int, rows: int, width: int, activation: str, bfloat16: bool, /) -> None: ...
+def gated_add(x: int, delta: int, gate: int, rows: int, width: int, bfloat16: bool, /) -> None: ...
+def scale(x: int, count: int, factor: float, bfloat16: bool, /) -> None: ...
+def route(
+    scores: int, rows: int, experts: int, chosen: int, normalized: bool, bfloat16: bool, /
+) -> None: ...
+def experts(
+    x: int,
+    weights: int,
+    out: int,
+    gate_up: int,
+    gate_up_bias: int,
+    down: int,
+    down_bias: int,
+    rows: int,
+    count: int,
+    hidden: int,
+    inner: int,
+    activation: str,
+    bfloat16: bool,
+    /,
+) -> None: ...
 def soft_cap(x: int, count: int, cap: float, bfloat16: bool, /) -> None: ...
 def embed(
     table: int, ids: int, out: int, rows: int, width: int, scale: float, bfloat16: bool, /
@@ -121,6 +143,7 @@ class Program:
         weight: int,
         width: int,
         epsilon: float,
+        rounds_once: bool,
     ) -> None: ...
     def head_norm(
         self,
@@ -179,5 +202,25 @@ class Program:
     ) -> None: ...
     def gate(self, label: str, source: int, out: int, width: int, activation: str) -> None: ...
     def add(self, label: str, out: int, delta: int, width: int) -> None: ...
+    def gated_add(self, label: str, out: int, delta: int, gate: int, width: int) -> None: ...
+    def scale(self, label: str, buffer: int, width: int, factor: float) -> None: ...
+    def route(
+        self, label: str, buffer: int, experts: int, chosen: int, normalized: bool
+    ) -> None: ...
+    def experts(
+        self,
+        label: str,
+        source: int,
+        weights: int,
+        out: int,
+        gate_up: int,
+        gate_up_bias: int,
+        down: int,
+        down_bias: int,
+        experts: int,
+        hidden: int,
+        inner: int,
+        activation: str,
+    ) -> None: ...
     def soft_cap(self, label: str, buffer: int, width: int, cap: float) -> None: ...
     def run(self, step: Step, /) -> None: ...

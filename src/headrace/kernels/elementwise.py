@@ -30,21 +30,35 @@ def embed(ids: torch.Tensor, table: torch.Tensor, scale: float, out: torch.Tenso
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    out: torch.Tensor,
+    *,
+    rounds_once: bool = False,
 ) -> torch.Tensor:
-    """Root-mean-square norm of x [T, hidden] by rows, times weight [hidden]; in float32."""
+    """Root-mean-square norm of x [T, hidden] by rows, times weight [hidden]; in float32.
+
+    rounds_once: the quotient is not rounded to x's type before the weight multiplies it.
+    """
     if not path.runs_native(x.device, x.dtype):
-        return out.copy_(reference.rms_norm(x, weight, epsilon))
-    return _rms_norm(x, None, weight, epsilon, out)
+        return out.copy_(reference.rms_norm(x, weight, epsilon, rounds_once))
+    return _rms_norm(x, None, weight, epsilon, out, rounds_once)
 
 
 def add_rms_norm(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    out: torch.Tensor,
+    *,
+    rounds_once: bool = False,
 ) -> torch.Tensor:
     """Add delta to x in place, both [T, hidden]; then as rms_norm."""
     if not path.runs_native(x.device, x.dtype):
-        return out.copy_(reference.rms_norm(x.add_(delta), weight, epsilon))
-    return _rms_norm(x, delta, weight, epsilon, out)
+        return out.copy_(reference.rms_norm(x.add_(delta), weight, epsilon, rounds_once))
+    return _rms_norm(x, delta, weight, epsilon, out, rounds_once)
 
 
 def head_norm(heads: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
@@ -71,7 +85,7 @@ def head_norm(heads: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None
 def activate_and_multiply(x: torch.Tensor, activation: str, out: torch.Tensor) -> torch.Tensor:
     """Activation of the first half of each row of x [T, 2 width] times the second half: [T, width].
 
-    activation: silu, or gelu_tanh.
+    activation: as of the operation (protocol/program.py).
     """
     if not path.runs_native(x.device, x.dtype):
         return out.copy_(reference.activate_and_multiply(x, activation))
@@ -84,6 +98,30 @@ def activate_and_multiply(x: torch.Tensor, activation: str, out: torch.Tensor) -
         x.dtype == torch.bfloat16,
     )
     return out
+
+
+def gated_add(x: torch.Tensor, delta: torch.Tensor, gate: torch.Tensor) -> None:
+    """Add sigmoid(gate) * delta to x in place, both [T, width], gate [T, 1]; in float32."""
+    if not path.runs_native(x.device, x.dtype):
+        x.copy_(x.float() + torch.sigmoid(gate.float()) * delta.float())
+        return
+    path.native.gated_add(
+        x.data_ptr(),
+        delta.data_ptr(),
+        gate.data_ptr(),
+        x.shape[0],
+        x.shape[1],
+        x.dtype == torch.bfloat16,
+    )
+
+
+def scale(x: torch.Tensor, factor: float) -> None:
+    """x becomes factor * x, in place."""
+    if not path.runs_native(x.device, x.dtype):
+        x.mul_(factor)
+        return
+    assert x.is_contiguous()
+    path.native.scale(x.data_ptr(), x.numel(), factor, x.dtype == torch.bfloat16)
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> None:
@@ -101,6 +139,7 @@ def _rms_norm(
     weight: torch.Tensor,
     epsilon: float,
     out: torch.Tensor,
+    rounds_once: bool,
 ) -> torch.Tensor:
     path.native.rms_norm(
         x.data_ptr(),
@@ -110,6 +149,7 @@ def _rms_norm(
         x.shape[0],
         x.shape[1],
         epsilon,
+        rounds_once,
         x.dtype == torch.bfloat16,
     )
     return out

@@ -1,5 +1,7 @@
 """The plain torch reference of every kernel: the meaning of the native ones, and their stand-in."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -7,10 +9,17 @@ from headrace.kernels.batch import AttentionBatch
 from headrace.kernels.kv_cache import KvCache, read, write
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Root-mean-square norm over the last dimension, computed in float32 (arXiv 1910.07467)."""
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, epsilon: float, rounds_once: bool = False
+) -> torch.Tensor:
+    """Root-mean-square norm over the last dimension, computed in float32 (arXiv 1910.07467).
+
+    rounds_once: the weight multiplies in float32, too.
+    """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    if rounds_once:
+        return (weight.float() * wide).to(x.dtype)
     return weight * wide.to(x.dtype)
 
 
@@ -28,12 +37,45 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def activate_and_multiply(x: torch.Tensor, activation: str) -> torch.Tensor:
     """The activation of the first half of the last dimension times the second half.
 
-    activation: silu, or gelu_tanh (arXiv 1606.08415, its approximation by tanh).
+    activation: silu, gelu_tanh (arXiv 1606.08415, its approximation by tanh), or clamped_swiglu,
+    GPT-OSS's, whose second half is clamped, and 1 added to it.
     """
     gate, up = x.chunk(2, dim=-1)
     if activation == "silu":
         return F.silu(gate) * up
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+def route(scores: torch.Tensor, chosen: int, normalized: bool) -> torch.Tensor:
+    """See kernels.experts.route."""
+    wide = scores.float()
+    # topk() does not say which of equal ones it takes.
+    order = wide.sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
+    taken = torch.zeros_like(wide).scatter_(1, order, 1.0)
+    powers = (wide - wide.amax(-1, keepdim=True)).exp()
+    total = (powers * taken if normalized else powers).sum(-1, keepdim=True)
+    return (powers * taken / total).to(scores.dtype)
+
+
+def experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: Callable[[int, torch.Tensor], torch.Tensor],
+    down: Callable[[int, torch.Tensor], torch.Tensor],
+    activation: str,
+) -> torch.Tensor:
+    """See kernels.experts.experts. gate_up, down: the products of an expert, given its number."""
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    taken = weights != 0
+    for expert in taken.any(0).nonzero().flatten().tolist():
+        rows = taken[:, expert].nonzero().flatten()
+        inner = activate_and_multiply(gate_up(expert, x[rows]), activation)
+        own = down(expert, inner).float() * weights[rows, expert, None].float()
+        total.index_add_(0, rows, own)
+    return total.to(x.dtype)
 
 
 def embed(ids: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:

@@ -37,7 +37,8 @@ class Architecture:
     base_name: of the class that has the same tensors without an output projection. model_type:
     config.json's. config_class: of transformers, which reads config.json. fields: of config.json
     that make the model. ignored_fields: that have no meaning for it, though for other families.
-    from_huggingface: raises ModelError for values that are not supported.
+    from_huggingface: raises ModelError for values that are not supported. mxfp4: whether weights of
+    a directory may be in MXFP4.
 
     gguf: its general.architecture in GGUF files, None if those are another family's.
     ignored_gguf_keys: metadata that have no meaning for it. from_gguf: asks for all that have one.
@@ -50,6 +51,7 @@ class Architecture:
     fields: frozenset[str]
     from_huggingface: Callable[[HuggingFaceConfig], Design]
     ignored_fields: frozenset[str] = frozenset()
+    mxfp4: bool = False
     gguf: str | None = None
     ignored_gguf_keys: frozenset[str] = frozenset()
     from_gguf: Callable[[GgufMetadata], Design] | None = None

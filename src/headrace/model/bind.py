@@ -5,15 +5,18 @@ from dataclasses import dataclass, field
 
 import torch
 
+from headrace.kernels.grouped_linear import GroupedLinear
 from headrace.kernels.linear import Linear
 from headrace.model.rope import rotation_tables
 from headrace.model.weights import TensorSource
 from headrace.protocol import program
 from headrace.protocol.model_config import RopeConfig
-from headrace.protocol.program import Matrix, Program, StoredTensor, Vector
+from headrace.protocol.program import Matrix, Program, Vector, of_expert
+from headrace.protocol.stored_tensor import StoredTensor
 
-# What a table of rotations depends on: base and stretching, divisors, and the heads' width.
-Rotation = tuple[RopeConfig, StoredTensor | None, int]
+# What a table of rotations depends on: base and stretching, divisors, those for long sequences, and
+# the heads' width.
+Rotation = tuple[RopeConfig, StoredTensor | None, StoredTensor | None, int]
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,14 @@ class Weights:
     """By what the program calls them; what two operations share is there once.
 
     tables: the embedding, [vocab, hidden]. vectors: of norms, [width], their offset added. sinks:
-    float32 [heads]. rotations: cos and sin, float32 [max_model_len, head_dim / 2].
+    float32 [heads]. rotations: cos and sin, float32 [max_model_len, head_dim / 2]. experts: of all
+    experts together.
     """
 
     tables: dict[StoredTensor, torch.Tensor] = field(default_factory=dict)
     vectors: dict[Vector, torch.Tensor] = field(default_factory=dict)
     matrices: dict[Matrix, Linear] = field(default_factory=dict)
+    experts: dict[Matrix, GroupedLinear] = field(default_factory=dict)
     sinks: dict[StoredTensor, torch.Tensor] = field(default_factory=dict)
     rotations: dict[Rotation, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -34,7 +39,9 @@ class Weights:
     def nbytes(self) -> int:
         """Bytes of all weights; tables of rotations, which no file holds, are not counted."""
         tensors = [*self.tables.values(), *self.vectors.values(), *self.sinks.values()]
-        return sum(t.nbytes for t in tensors) + sum(m.nbytes for m in self.matrices.values())
+        products = sum(p.nbytes for p in self.matrices.values())
+        experts = sum(p.nbytes for p in self.experts.values())
+        return sum(t.nbytes for t in tensors) + products + experts
 
 
 def bind(
@@ -52,7 +59,11 @@ def bind(
     """
     weights = Weights()
     operations = [*share.operations, *share.head]
-    for done, operation in enumerate(operations, 1):
+    for number, operation in enumerate(operations):
+
+        def part_done(part: float, number: int = number) -> None:
+            progress((number + part) / len(operations))
+
         match operation:
             case program.Embed(table=table):
                 if table not in weights.tables:
@@ -66,11 +77,20 @@ def bind(
             case program.Linear(weight=matrix):
                 if matrix not in weights.matrices:
                     weights.matrices[matrix] = _linear(matrix, source, dtype, device)
+            case program.Experts(gate_up=gate_up, down=down, count=count):
+                for half, matrix in enumerate((gate_up, down)):
+                    loaded_experts = GroupedLinear(count, matrix.outs, matrix.ins, dtype, device)
+                    for expert in range(count):
+                        loaded_experts.put(expert, *_loaded(of_expert(matrix, expert), source))
+                        part_done((half + (expert + 1) / count) / 2)
+                    weights.experts[matrix] = loaded_experts
             case program.Attention(sinks=StoredTensor() as sinks):
                 weights.sinks[sinks] = source.load(sinks).to(device, torch.float32)
-        progress(done / len(operations))
+        part_done(1)
     for rotation in rotations(share):
-        rope, factors, head_dim = rotation
+        rope, factors, long_factors, head_dim = rotation
+        if long_factors is not None and max_model_len > rope.original_max_positions:
+            factors = long_factors
         divisors = None
         if factors is not None and (source.has(factors.name) or not factors.optional):
             divisors = source.load(factors).float()
@@ -93,20 +113,25 @@ def rotation_of(share: Program, operation: program.Rotate) -> Rotation | None:
     """The tables that this operation takes."""
     if operation.rope is None:
         return None
-    return operation.rope, operation.factors, share.caches[operation.cache].head_dim
+    head_dim = share.caches[operation.cache].head_dim
+    return operation.rope, operation.factors, operation.long_factors, head_dim
 
 
 def _linear(
     matrix: Matrix, source: TensorSource, dtype: torch.dtype, device: torch.device
 ) -> Linear:
+    weight, bias = _loaded(matrix, source)
+    return Linear(weight.to(device), None if bias is None else bias.to(device), dtype)
+
+
+def _loaded(matrix: Matrix, source: TensorSource) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight [outs, ins] and the bias [outs], as the files hold them."""
     weight = torch.cat([source.load(part) for part in matrix.parts])
-    bias = None
-    if any(source.has(part.name) or not part.optional for part in matrix.biases):
-        bias = torch.cat(
-            [
-                source.load(part) if source.has(part.name) or not part.optional
-                else torch.zeros(part.shape, dtype=weight.dtype)
-                for part in matrix.biases
-            ]
-        ).to(device)  # fmt: skip
-    return Linear(weight.to(device), bias, dtype)
+    if not any(source.has(part.name) or not part.optional for part in matrix.biases):
+        return weight, None
+    bias = [
+        source.load(part) if source.has(part.name) or not part.optional
+        else torch.zeros(part.shape, dtype=weight.dtype)
+        for part in matrix.biases
+    ]  # fmt: skip
+    return weight, torch.cat(bias)

@@ -1,6 +1,6 @@
 """Pieces of programs that architectures are put together from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.model.decoder import Decoder, stored_name
@@ -18,10 +18,11 @@ from headrace.protocol.program import (
     Operation,
     Program,
     Rotate,
+    Scale,
     SoftCap,
-    StoredTensor,
     Vector,
 )
+from headrace.protocol.stored_tensor import StoredTensor
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
@@ -34,10 +35,12 @@ def norm(
     source: str = "x",
     delta: str | None = None,
     offset: float = 0.0,
+    rounds_once: bool = False,
 ) -> Norm:
     """RMS norm by a weight of the hidden size. name: Hugging Face's, without its ending."""
     tensor = StoredTensor(f"{stored_name(decoder, name)}.weight", (decoder.hidden_size,))
-    return Norm(source, Vector(tensor, offset), decoder.rms_norm_epsilon, out, delta)
+    epsilon = decoder.rms_norm_epsilon
+    return Norm(source, Vector(tensor, offset), epsilon, out, delta, rounds_once)
 
 
 def product(
@@ -89,27 +92,31 @@ def head_norms(decoder: Decoder, at: str, offset: float = 0.0) -> list[Operation
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
     """What differs between layers and families. scale: of scores, None for 1 / sqrt(width of a
-    head). window, soft_cap: as of the operation. factors: divide the rotation's frequencies.
+    head). window, soft_cap, sinks: as of the operation. factors, long_factors: as of Rotate.
     biased: the output projection adds a bias, if the files have it."""
 
     scale: float | None = None
     window: int | None = None
     soft_cap: float | None = None
+    sinks: StoredTensor | None = None
     factors: StoredTensor | None = None
+    long_factors: StoredTensor | None = None
     biased: bool = False
 
 
 def attention(
-    decoder: Decoder, at: str, cache: int, rope: RopeConfig, options: AttentionOptions
+    decoder: Decoder, at: str, cache: int, rope: RopeConfig | None, options: AttentionOptions
 ) -> list[Operation]:
-    """Rotation, attention and its projection, from qkv to delta."""
+    """Rotation, attention and its projection, from qkv to delta. rope: None for no rotation."""
     heads, width = decoder.num_heads, decoder.num_heads * decoder.head_dim
     scale = decoder.head_dim**-0.5 if options.scale is None else options.scale
     names = [f"{at}.self_attn.o_proj"]
     matrix = product(decoder, names, [decoder.hidden_size], width, biased=options.biased)
     return [
-        Rotate("qkv", heads, rope, cache, options.factors),
-        Attention("qkv", heads, cache, scale, "attended", options.window, options.soft_cap),
+        Rotate("qkv", heads, rope, cache, options.factors, options.long_factors),
+        Attention(
+            "qkv", heads, cache, scale, "attended", options.window, options.soft_cap, options.sinks
+        ),
         Linear("attended", matrix, "delta", "attention_out"),
     ]
 
@@ -142,13 +149,17 @@ def stage_program(
     *,
     embedding_scale: float = 1.0,
     norm_offset: float = 0.0,
+    norm_rounds_once: bool = False,
+    logit_scale: float = 1.0,
     soft_cap: float | None = None,
+    widths: Mapping[str, int] | None = None,
 ) -> Program:
     """A stage's share: embedding, layers, and what makes logits of the last activations.
 
     layer: the operations of one, of the start of its tensors' names ("model.layers.3"), its number,
     its cache's, and the buffer that its first norm adds to x, None for none. They leave what is to
-    be added to x in "delta". soft_cap: of the logits.
+    be added to x in "delta". logit_scale, soft_cap: of the logits, in this order. widths: of
+    buffers that are a family's own.
     """
     hidden, vocab, head_dim = decoder.hidden_size, decoder.vocab_size, decoder.head_dim
     operations: list[Operation] = []
@@ -164,9 +175,11 @@ def stage_program(
     if share.samples:
         scores = product(decoder, [EMBEDDING if decoder.tied_head else HEAD], [vocab], hidden)
         head = [
-            norm(decoder, FINAL_NORM, offset=norm_offset),
+            norm(decoder, FINAL_NORM, offset=norm_offset, rounds_once=norm_rounds_once),
             Linear("normed", scores, "logits", "head"),
         ]
+        if logit_scale != 1:
+            head.append(Scale("logits", logit_scale))
         if soft_cap is not None:
             head.append(SoftCap("logits", soft_cap))
     queries, keys = decoder.num_heads * head_dim, decoder.num_kv_heads * head_dim
@@ -183,5 +196,6 @@ def stage_program(
             "delta": hidden,
             "gate_up": 2 * decoder.intermediate_size,
             "inner": decoder.intermediate_size,
+            **(widths or {}),
         },
     )

@@ -96,12 +96,17 @@ def decoder_from_huggingface(config: HuggingFaceConfig) -> Decoder:
     return decoder
 
 
-def decoder_from_gguf(metadata: GgufMetadata, names: Mapping[str, str] = GGUF_NAMES) -> Decoder:
-    """The sizes of a GGUF file. names: of tensors inside a layer. Raises ModelError for what is
-    missing, makes no sense, or is supported by no family."""
+def decoder_from_gguf(
+    metadata: GgufMetadata, names: Mapping[str, str] = GGUF_NAMES, *, experts: bool = False
+) -> Decoder:
+    """The sizes of a GGUF file. names: of tensors inside a layer. experts: whether the family has
+    them. Raises ModelError for what is missing, makes no sense, or is supported by no family."""
     path, get = metadata.path, metadata.get
-    if get("expert_count", int, 0) > 0:
-        raise ModelError(f"model {path}: mixture-of-experts layers are not supported")
+    if get("expert_count", int, 0) > 0 and not experts:
+        raise ModelError(
+            f"model {path}: experts are not supported in a model of the kind "
+            f"{metadata.architecture}"
+        )
     if not get("attention.causal", bool, True):
         raise ModelError(f"model {path}: it generates no text (attention.causal is off)")
     hidden, heads = get("embedding_length", int), get("attention.head_count", int)
@@ -142,15 +147,21 @@ def rope_of(config: HuggingFaceConfig) -> RopeConfig:
 
 def sizes_from_huggingface(config: HuggingFaceConfig) -> tuple[Decoder, RopeConfig]:
     """Sizes of a model directory, and the rotation of all its layers."""
-    rope = rope_of(config)
-    return _with_linear_context(decoder_from_huggingface(config), rope), rope
+    rope, decoder = rope_of(config), decoder_from_huggingface(config)
+    for factors in (rope.short_factors, rope.long_factors):
+        if factors and len(factors) != decoder.head_dim // 2:
+            raise ModelError(
+                f"model {config.path}: longrope has {len(factors)} factors, heads of "
+                f"{decoder.head_dim} need {decoder.head_dim // 2}"
+            )
+    return _with_linear_context(decoder, rope), rope
 
 
 def sizes_from_gguf(
-    metadata: GgufMetadata, names: Mapping[str, str] = GGUF_NAMES
+    metadata: GgufMetadata, names: Mapping[str, str] = GGUF_NAMES, *, experts: bool = False
 ) -> tuple[Decoder, RopeConfig]:
-    """Sizes of a GGUF file, and the rotation of all its layers. names: as above."""
-    rope, decoder = rope_from_gguf(metadata), decoder_from_gguf(metadata, names)
+    """Sizes of a GGUF file, and the rotation of all its layers. names, experts: as above."""
+    rope, decoder = rope_from_gguf(metadata), decoder_from_gguf(metadata, names, experts=experts)
     if metadata.get("rope.scaling.original_context_length", int, 0):
         return decoder, rope
     return _with_linear_context(decoder, rope), rope

@@ -20,6 +20,9 @@ def is_native(operation: Operation, bound: Bound) -> bool:
     match operation:
         case program.Linear(weight=weight):
             return bound.weights.matrices[weight].native
+        case program.Experts(gate_up=gate_up, down=down):
+            experts = bound.weights.experts
+            return experts[gate_up].native and experts[down].native
         case program.Rotate(cache=cache) | program.Attention(cache=cache):
             head_dim = bound.caches[cache].head_dim
             return attention.runs_native(bound.device, bound.dtype, head_dim)
@@ -78,6 +81,7 @@ def _add(compiled: Any, operation: Operation, bound: Bound, buffers: Buffers) ->
                 weight=weight.data_ptr(),
                 width=len(weight),
                 epsilon=operation.epsilon,
+                rounds_once=operation.rounds_once,
             )
         case program.HeadNorm():
             compiled.head_norm(
@@ -135,6 +139,46 @@ def _add(compiled: Any, operation: Operation, bound: Bound, buffers: Buffers) ->
                 out=buffers.place(operation.out),
                 width=buffers.widths[operation.out],
                 activation=operation.activation,
+            )
+        case program.Route():
+            compiled.route(
+                label=name,
+                buffer=buffers.place(operation.buffer),
+                experts=buffers.widths[operation.buffer],
+                chosen=operation.chosen,
+                normalized=operation.normalized,
+            )
+        case program.Experts():
+            gate_up, gate_up_bias = weights.experts[operation.gate_up].addresses()
+            down, down_bias = weights.experts[operation.down].addresses()
+            compiled.experts(
+                label=name,
+                source=buffers.place(operation.source),
+                weights=buffers.place(operation.weights),
+                out=buffers.place(operation.out),
+                gate_up=gate_up,
+                gate_up_bias=gate_up_bias,
+                down=down,
+                down_bias=down_bias,
+                experts=operation.count,
+                hidden=operation.down.outs,
+                inner=operation.down.ins,
+                activation=operation.activation,
+            )
+        case program.Add(gate=str() as gate):
+            compiled.gated_add(
+                label=name,
+                out=buffers.place(operation.to),
+                delta=buffers.place(operation.source),
+                gate=buffers.place(gate),
+                width=buffers.widths[operation.to],
+            )
+        case program.Scale():
+            compiled.scale(
+                label=name,
+                buffer=buffers.place(operation.buffer),
+                width=buffers.widths[operation.buffer],
+                factor=operation.factor,
             )
         case program.Add():
             compiled.add(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from headrace.kernels import elementwise
+from headrace.kernels import elementwise, experts
 from headrace.kernels.attention import paged_attention, rotate_and_write
 from headrace.kernels.batch import AttentionBatch
 from headrace.kernels.kv_cache import KvCache
@@ -69,13 +69,16 @@ def work_of(operation: Operation, bound: Bound, buffers: Buffers) -> Work:
                 )
 
             return activate
+        case program.Route(chosen=chosen, normalized=normalized):
+            scores = buffers.place(operation.buffer)
+            return lambda step: experts.route(step.buffers[scores], chosen, normalized)
+        case program.Experts():
+            return _experts(operation, weights, buffers)
         case program.Add():
-            to, added = buffers.place(operation.to), buffers.place(operation.source)
-
-            def add(step: Step) -> None:
-                step.buffers[to].add_(step.buffers[added])
-
-            return add
+            return _add(operation, buffers)
+        case program.Scale(factor=factor):
+            scaled = buffers.place(operation.buffer)
+            return lambda step: elementwise.scale(step.buffers[scaled], factor)
         case program.SoftCap(cap=cap):
             capped = buffers.place(operation.buffer)
             return lambda step: elementwise.soft_cap(step.buffers[capped], cap)
@@ -94,17 +97,20 @@ def _embed(operation: program.Embed, weights: Weights, buffers: Buffers) -> Work
 def _norm(operation: program.Norm, weights: Weights, buffers: Buffers) -> Work:
     weight, epsilon = weights.vectors[operation.weight], operation.epsilon
     source, out = buffers.place(operation.source), buffers.place(operation.out)
+    once = operation.rounds_once
     if operation.delta is None:
 
         def work(step: Step) -> None:
-            elementwise.rms_norm(step.buffers[source], weight, epsilon, step.buffers[out])
+            own = step.buffers
+            elementwise.rms_norm(own[source], weight, epsilon, own[out], rounds_once=once)
 
         return work
     delta = buffers.place(operation.delta)
 
     def adding(step: Step) -> None:
+        own = step.buffers
         elementwise.add_rms_norm(
-            step.buffers[source], step.buffers[delta], weight, epsilon, step.buffers[out]
+            own[source], own[delta], weight, epsilon, own[out], rounds_once=once
         )
 
     return adding
@@ -112,11 +118,13 @@ def _norm(operation: program.Norm, weights: Weights, buffers: Buffers) -> Work:
 
 def _head_norm(operation: program.HeadNorm, weights: Weights, buffers: Buffers) -> Work:
     weight, epsilon = weights.vectors[operation.weight], operation.epsilon
-    heads = buffers.place(operation.buffer, operation.head_dim)
-    first, end = operation.first, operation.first + operation.heads
+    place, head_dim = buffers.place(operation.buffer), operation.head_dim
+    first = operation.first * head_dim
+    end = first + operation.heads * head_dim
 
     def work(step: Step) -> None:
-        elementwise.head_norm(step.buffers[heads][:, first:end], weight, epsilon)
+        heads = step.buffers[place][:, first:end].unflatten(1, (-1, head_dim))
+        elementwise.head_norm(heads, weight, epsilon)
 
     return work
 
@@ -138,6 +146,35 @@ def _linear(operation: program.Linear, weights: Weights, buffers: Buffers) -> Wo
                 own[view] = result.view(len(result), -1, head_dim)
 
     return work
+
+
+def _experts(operation: program.Experts, weights: Weights, buffers: Buffers) -> Work:
+    gate_up, down = weights.experts[operation.gate_up], weights.experts[operation.down]
+    source, out = buffers.place(operation.source), buffers.place(operation.out)
+    routes, activation = buffers.place(operation.weights), operation.activation
+
+    def work(step: Step) -> None:
+        own = step.buffers
+        experts.experts(own[source], own[routes], gate_up, down, activation, own[out])
+
+    return work
+
+
+def _add(operation: program.Add, buffers: Buffers) -> Work:
+    to, added = buffers.place(operation.to), buffers.place(operation.source)
+    if operation.gate is None:
+
+        def work(step: Step) -> None:
+            step.buffers[to].add_(step.buffers[added])
+
+        return work
+    gate = buffers.place(operation.gate)
+
+    def gated(step: Step) -> None:
+        own = step.buffers
+        elementwise.gated_add(own[to], own[added], own[gate])
+
+    return gated
 
 
 def _rotate(operation: program.Rotate, bound: Bound, buffers: Buffers) -> Work:

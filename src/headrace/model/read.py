@@ -56,7 +56,8 @@ def model_from_huggingface(path: Path) -> Blueprint:
     unused = check_tensors(path, _parts(said.design), shapes)
     for name in shapes.keys() - set(unused):
         tensor = tensors[name]
-        if tensor.dtype not in DTYPES:
+        packed = architecture.mxfp4 and tensor.dtype == "U8"
+        if tensor.dtype not in DTYPES and not packed:
             raise ModelError(
                 f"model {path}: tensor {name} is stored as {tensor.dtype}; supported are "
                 f"{', '.join(DTYPES)}"
@@ -91,6 +92,7 @@ def describe_huggingface(
         architecture.config_class,
         architecture.fields,
         architecture.ignored_fields,
+        mxfp4=architecture.mxfp4,
     )
     return Description(architecture.from_huggingface(config), dtype_of(config), eos_ids(config))
 

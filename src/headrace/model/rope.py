@@ -13,17 +13,18 @@ def rotation_tables(
     """cos and sin for positions 0 to length - 1, each float32 [length, head_dim / 2].
 
     frequency_factors: float32 [head_dim / 2], divisors that a GGUF file brings in place of the
-    llama3 parameters.
+    llama3 parameters, and of longrope's.
     """
-    frequencies, scale = inverse_frequencies(rope, head_dim)
+    frequencies, scale = inverse_frequencies(rope, head_dim, length)
     if frequency_factors is not None:
         frequencies = frequencies / frequency_factors
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     return angles.cos() * scale, angles.sin() * scale
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Angle a position per pair, float32 [head_dim / 2], and the factor on cos and sin."""
+def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int) -> tuple[torch.Tensor, float]:
+    """Angle a position per pair, float32 [head_dim / 2], and the factor on cos and sin, where
+    sequences are of up to `length` positions."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     base = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
@@ -32,6 +33,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
         return _llama3(rope, base), rope.scale
     if rope.kind == "yarn":
         return _yarn(rope, base, head_dim), _yarn_scale(rope) * rope.scale
+    if rope.kind == "longrope":
+        return _longrope(rope, base, length), _longrope_scale(rope) * rope.scale
     return base, rope.scale
 
 
@@ -80,3 +83,22 @@ def _yarn_scale(rope: RopeConfig) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return temperature(rope.mscale) / temperature(rope.mscale_all_dim)
     return temperature(1.0)
+
+
+def _longrope(rope: RopeConfig, base: torch.Tensor, length: int) -> torch.Tensor:
+    """A divisor for each pair (arXiv 2402.13753).
+
+    One set for all positions and all sequences: transformers changes the set when a sequence
+    outgrows the original context, which the keys that are cached by then do not follow.
+    """
+    factors = rope.long_factors if length > rope.original_max_positions else rope.short_factors
+    return base / torch.tensor(factors, dtype=torch.float32)
+
+
+def _longrope_scale(rope: RopeConfig) -> float:
+    """Factor on cos and sin (same paper, section 4.2, by the growth of the context's logarithm)."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions))

@@ -2,7 +2,7 @@
 
 from headrace.model.architecture import Design
 from headrace.protocol.model_config import LayerSize, ModelSizes, StageShare
-from headrace.protocol.program import Embed, Linear, Operation, Program, Rotate
+from headrace.protocol.program import Embed, Experts, Linear, Matrix, Operation, Program, Rotate
 
 
 def model_sizes(
@@ -20,7 +20,7 @@ def model_sizes(
         vocab_size=ends.vocab_size,
         hidden_size=ends.hidden_size,
         layers=tuple(_layer_size(layer) for layer in layers),
-        rotation_elements=sum(head_dim for _, head_dim in set().union(*map(_rotations, layers))),
+        rotation_elements=sum(head_dim for *_, head_dim in set().union(*map(_rotations, layers))),
         embedding_products=_embedded(ends),
         head_products=_products(ends.head),
         max_positions=decoder.max_positions,
@@ -31,12 +31,23 @@ def model_sizes(
 
 def _layer_size(layer: Program) -> LayerSize:
     kept = sum(2 * cache.kv_heads * cache.head_dim for cache in layer.caches)
-    return LayerSize(_products(layer.operations), kept)
+    products = _products(layer.operations)
+    mixtures = [each for each in layer.operations if isinstance(each, Experts)]
+    if not mixtures:
+        return LayerSize(products, kept)
+    # As many of each in a model's layer as there are, they are of one kind.
+    own = sum(each.chosen * (_size(each.gate_up) + _size(each.down)) for each in mixtures)
+    missed = 1 - mixtures[0].chosen / mixtures[0].count
+    return LayerSize(products + own, kept, own, missed)
 
 
 def _products(operations: tuple[Operation, ...]) -> int:
-    matrices = [each.weight for each in operations if isinstance(each, Linear)]
-    return sum(matrix.outs * matrix.ins for matrix in matrices)
+    """Of elements, for a row, by what all rows pass."""
+    return sum(_size(each.weight) for each in operations if isinstance(each, Linear))
+
+
+def _size(matrix: Matrix) -> int:
+    return matrix.outs * matrix.ins
 
 
 def _embedded(ends: Program) -> int:
@@ -44,10 +55,10 @@ def _embedded(ends: Program) -> int:
     return sum(each.table.shape[1] for each in ends.operations if isinstance(each, Embed))
 
 
-def _rotations(layer: Program) -> set[tuple[object, int]]:
+def _rotations(layer: Program) -> set[tuple[object, object, int]]:
     """The tables that the layer needs: cos and sin of half a head's width each."""
     return {
-        ((each.rope, each.factors), layer.caches[each.cache].head_dim)
+        (each.rope, each.factors, layer.caches[each.cache].head_dim)
         for each in layer.operations
         if isinstance(each, Rotate) and each.rope is not None
     }

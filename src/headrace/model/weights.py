@@ -1,19 +1,20 @@
 """Tensors by their names in the files, read one at a time from either kind of model files."""
 
-from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from headrace.checkpoint.extents import Extent, tensor_extents
 from headrace.checkpoint.gguf_file import GgufFile, read_gguf
 from headrace.checkpoint.locate import ModelFiles
-from headrace.checkpoint.safetensors_files import stored_tensors
 from headrace.checkpoint.tensor_check import check_shape
 from headrace.errors import ModelError
-from headrace.protocol.program import StoredTensor
+from headrace.model.mxfp4 import dequantized
+from headrace.protocol.stored_tensor import StoredTensor
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# How safetensors write the dtypes of weights, and that of MXFP4's bytes.
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BYTES = {"U8": torch.uint8}
 
 
 class TensorSource(Protocol):
@@ -31,36 +32,74 @@ def open_tensors(files: ModelFiles) -> TensorSource:
     """The tensors of a located model; raises ModelError if the files are missing or damaged."""
     if files.kind == "gguf":
         return _GgufTensors(read_gguf(files.path))
-    return _SafetensorsTensors(files.path)
+    return _SafetensorsTensors(files)
 
 
 class _SafetensorsTensors:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._stored = stored_tensors(path)
+    """Reads what it is asked for, an expert's part alone; nothing stays mapped or is read ahead."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        self._path = files.path
+        self._extents = tensor_extents(files)
 
     def has(self, name: str) -> bool:
-        return name in self._stored
+        return name in self._extents
 
     def load(self, tensor: StoredTensor) -> torch.Tensor:
-        name = tensor.name
-        stored = self._stored.get(name)
-        if stored is None:
+        stack = tensor.stack
+        if stack is None:
+            ((name, shape),) = tensor.stored
+            return _own_rows(self._read(name, shape, _DTYPES, None), tensor)
+        if not stack.mxfp4:
+            ((name, shape),) = tensor.stored
+            return _own_rows(self._read(name, shape, _DTYPES, stack.expert), tensor)
+        blocks, scales = (
+            self._read(name, shape, _BYTES, stack.expert)[stack.first :: stack.step]
+            for name, shape in tensor.stored
+        )
+        return dequantized(blocks, scales)
+
+    def _read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtypes: dict[str, torch.dtype],
+        expert: int | None,
+    ) -> torch.Tensor:
+        """The tensor of this shape, or its part of an expert."""
+        extent = self._extents.get(name)
+        if extent is None:
             raise ModelError(f"model {self._path}: tensor {name} is missing")
-        try:
-            with safe_open(stored.file, framework="pt") as tensors:
-                values: torch.Tensor = tensors.get_tensor(stored.name)
-        except (SafetensorError, OSError) as error:
+        dtype = dtypes.get(extent.dtype)
+        if dtype is None:
             raise ModelError(
-                f"{stored.file} is damaged or cut short ({error}): copy the file again"
-            ) from error
-        if values.dtype not in _DTYPES:
-            raise ModelError(
-                f"model {self._path}: tensor {name} is stored as {values.dtype}; supported are "
-                f"{', '.join(map(str, _DTYPES))}"
+                f"model {self._path}: tensor {name} is stored as {extent.dtype}; supported are "
+                f"{', '.join(dtypes)}"
             )
-        check_shape(self._path, name, tuple(values.shape), tensor.shape)
-        return _unpaired(values, tensor.paired_heads)
+        check_shape(self._path, name, extent.shape, shape)
+        offset, nbytes = extent.offset, extent.nbytes
+        if expert is not None:
+            nbytes //= shape[0]
+            offset, shape = offset + expert * nbytes, shape[1:]
+        return torch.frombuffer(_bytes(extent, offset, nbytes), dtype=dtype).view(shape)
+
+
+def _bytes(extent: Extent, offset: int, nbytes: int) -> bytearray:
+    data = bytearray(nbytes)
+    try:
+        with extent.file.open("rb", buffering=0) as file:
+            file.seek(offset)
+            view, done = memoryview(data), 0
+            while done < nbytes:
+                count = file.readinto(view[done:])
+                if not count:
+                    raise OSError("it ends too early")
+                done += count
+    except OSError as error:
+        raise ModelError(
+            f"{extent.file} is damaged or cut short ({error}): copy the file again"
+        ) from error
+    return data
 
 
 class _GgufTensors:
@@ -71,11 +110,23 @@ class _GgufTensors:
         return name in self._file.tensors
 
     def load(self, tensor: StoredTensor) -> torch.Tensor:
-        if not self.has(tensor.name):
-            raise ModelError(f"model {self._file.path}: tensor {tensor.name} is missing")
-        values = torch.from_numpy(self._file.load(tensor.name))
-        check_shape(self._file.path, tensor.name, tuple(values.shape), tensor.shape)
-        return _unpaired(values, tensor.paired_heads)
+        ((name, shape),) = tensor.stored
+        if not self.has(name):
+            raise ModelError(f"model {self._file.path}: tensor {name} is missing")
+        check_shape(self._file.path, name, self._file.tensors[name].shape, shape)
+        if tensor.stack is None or tensor.stack.experts == 1:
+            values = torch.from_numpy(self._file.load(name)).view(shape)
+            return _own_rows(values if tensor.stack is None else values[0], tensor)
+        values = torch.from_numpy(self._file.load(name, tensor.stack.expert)).view(shape[1:])
+        return _own_rows(values, tensor)
+
+
+def _own_rows(values: torch.Tensor, tensor: StoredTensor) -> torch.Tensor:
+    """The tensor's own rows of what the files have for its expert, if any; paired heads undone."""
+    stack = tensor.stack
+    if stack is not None:
+        values = (values.T if stack.transposed else values)[stack.first :: stack.step]
+    return _unpaired(values, tensor.paired_heads)
 
 
 def _unpaired(tensor: torch.Tensor, heads: int) -> torch.Tensor:

@@ -6,8 +6,9 @@ import msgspec
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary embedding: base frequency and how it is stretched for long contexts.
 
-    kind: default, linear, llama3 or yarn, with Hugging Face's names for the parameters. scale: a
-    further factor on cos and sin, of any kind.
+    kind: default, linear, llama3, yarn or longrope, with Hugging Face's names for the parameters.
+    scale: a further factor on cos and sin, of any kind. short_factors, long_factors: longrope's
+    divisors of the frequencies, for sequences of up to original_max_positions and for longer ones.
     """
 
     theta: float
@@ -23,6 +24,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     scale: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 class StageShare(msgspec.Struct, frozen=True):
@@ -41,10 +44,24 @@ class StageShare(msgspec.Struct, frozen=True):
 
 class LayerSize(msgspec.Struct, frozen=True, array_like=True):
     """products: multiplications of elements for a token that passes the layer, attention's over the
-    context apart. cache_elements: what it keeps of each position, keys and values."""
+    context apart. cache_elements: what it keeps of each position, keys and values. expert_products:
+    those of the products that are experts'. missed: the part of the experts that a token does not
+    pass, so that the layer's weights are more than its products."""
 
     products: int
     cache_elements: int
+    expert_products: int = 0
+    missed: float = 0.0
+
+    @property
+    def weights(self) -> int:
+        """Numbers of its products' weights."""
+        return self.products - self.expert_products + self.expert_weights
+
+    @property
+    def expert_weights(self) -> int:
+        """Numbers of all experts' weights."""
+        return round(self.expert_products / (1 - self.missed))
 
 
 class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):

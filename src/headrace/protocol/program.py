@@ -12,20 +12,7 @@ Caches are numbered from 0 within the share.
 import msgspec
 
 from headrace.protocol.model_config import RopeConfig
-
-
-class StoredTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor of the checkpoint's files, by its name there.
-
-    shape: [outs, ins] of a matrix, [width] of a vector. paired_heads: GGUF stores the rows of
-    so many heads with rotated pairs next to each other, to be undone; 0: as they are. optional:
-    zeros if the files do not have it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    paired_heads: int = 0
-    optional: bool = False
+from headrace.protocol.stored_tensor import StoredTensor
 
 
 class Matrix(msgspec.Struct, frozen=True, array_like=True):
@@ -64,6 +51,7 @@ class Norm(msgspec.Struct, tag="norm", frozen=True):
     """out = source / rms(source) * weight, by rows; with delta, source += delta first, in place.
 
     The plain sum is rounded to the activations' type, as between two layers. out may be source.
+    rounds_once: the quotient is not rounded to it before the weight multiplies it (GPT-OSS).
     """
 
     source: str
@@ -71,6 +59,7 @@ class Norm(msgspec.Struct, tag="norm", frozen=True):
     epsilon: float
     out: str
     delta: str | None = None
+    rounds_once: bool = False
 
 
 class HeadNorm(msgspec.Struct, tag="head_norm", frozen=True):
@@ -97,13 +86,15 @@ class Linear(msgspec.Struct, tag="linear", frozen=True):
 class Rotate(msgspec.Struct, tag="rotate", frozen=True):
     """Rotary embedding of queries (in place) and keys of qkv [T, (heads + 2 kv_heads) * head_dim];
     rotated keys, and values, go to the cache. rope: None leaves them as they are. factors: a tensor
-    float32 [head_dim / 2] that divides the frequencies, if the files have it."""
+    float32 [head_dim / 2] that divides the frequencies, if the files have it. long_factors: the
+    same where sequences may be longer than the rotation's original context."""
 
     qkv: str
     heads: int
     rope: RopeConfig | None
     cache: int
     factors: StoredTensor | None = None
+    long_factors: StoredTensor | None = None
 
 
 class Attention(msgspec.Struct, tag="attention", frozen=True):
@@ -127,7 +118,8 @@ class Attention(msgspec.Struct, tag="attention", frozen=True):
 class GatedActivation(msgspec.Struct, tag="gated_activation", frozen=True):
     """out [T, width] = activation(gate) * up of source [T, 2 width], gate first.
 
-    activation: silu, or gelu_tanh (the tanh approximation).
+    activation: silu, gelu_tanh (the tanh approximation), or clamped_swiglu, GPT-OSS's: with the
+    gate at most 7 and up within 7 of 0, gate * sigmoid(1.702 gate) * (up + 1).
     """
 
     source: str
@@ -135,11 +127,49 @@ class GatedActivation(msgspec.Struct, tag="gated_activation", frozen=True):
     activation: str
 
 
+class Route(msgspec.Struct, tag="route", frozen=True):
+    """The buffer [T, experts] of a router's scores becomes each expert's weight for the row.
+
+    Only the `chosen` highest scores have one, of equal scores the first; the others' are 0.
+    normalized: a softmax over the chosen alone, else over all of them.
+    """
+
+    buffer: str
+    chosen: int
+    normalized: bool
+
+
+class Experts(msgspec.Struct, tag="experts", frozen=True):
+    """out [T, hidden] = each row's sum, over the experts whose weight for it is not 0, of that
+    weight times down W^T of activation(gate) * up, gate and up of source, gate first.
+
+    weights: the buffer [T, count], with at most `chosen` of a row's not 0. gate_up [2 inner,
+    hidden], down [hidden, inner]: of each of `count` experts, see of_expert().
+    """
+
+    source: str
+    weights: str
+    count: int
+    chosen: int
+    gate_up: Matrix
+    down: Matrix
+    activation: str
+    out: str
+
+
 class Add(msgspec.Struct, tag="add", frozen=True):
-    """to += source."""
+    """to += source; with gate [T, 1], to += sigmoid(gate) * source."""
 
     to: str
     source: str
+    gate: str | None = None
+
+
+class Scale(msgspec.Struct, tag="scale", frozen=True):
+    """buffer *= factor."""
+
+    buffer: str
+    factor: float
 
 
 class SoftCap(msgspec.Struct, tag="soft_cap", frozen=True):
@@ -149,7 +179,18 @@ class SoftCap(msgspec.Struct, tag="soft_cap", frozen=True):
     cap: float
 
 
-Operation = Embed | Norm | HeadNorm | Linear | Rotate | Attention | GatedActivation | Add | SoftCap
+Operation = (
+    Embed | Norm | HeadNorm | Linear | Rotate | Attention | GatedActivation | Route | Experts | Add
+    | Scale | SoftCap
+)  # fmt: skip
+
+
+def of_expert(matrix: Matrix, expert: int) -> Matrix:
+    """The matrix of one expert, of those that an Experts operation names."""
+    return Matrix(
+        tuple(part.of_expert(expert) for part in matrix.parts),
+        tuple(bias.of_expert(expert) for bias in matrix.biases),
+    )
 
 
 def label(operation: Operation) -> str:
@@ -159,7 +200,7 @@ def label(operation: Operation) -> str:
             return operation.label
         case GatedActivation():
             return operation.activation
-        case Add():
+        case Add() | Scale():
             # The residual's, which elsewhere is part of a norm.
             return "norm"
     return str(operation.__struct_config__.tag)

@@ -10,7 +10,8 @@ namespace {
 constexpr int64_t kWorthThreads = 16 * 1024;
 
 template <typename T>
-void rms_norm_row(T* x, const T* delta, const T* weight, T* out, int64_t width, float epsilon) {
+void rms_norm_row(T* x, const T* delta, const T* weight, T* out, int64_t width, float epsilon,
+                  bool rounds_once) {
   F32 squares = {};
   float rest = 0;
   int64_t i = 0;
@@ -31,6 +32,12 @@ void rms_norm_row(T* x, const T* delta, const T* weight, T* out, int64_t width, 
     rest += v * v;
   }
   const float factor = 1.0f / __builtin_sqrtf((sum(squares) + rest) / width + epsilon);
+  if (rounds_once) {
+    for (i = 0; i + kLanes <= width; i += kLanes)
+      store(out + i, load(weight + i) * (load(x + i) * factor));
+    for (; i < width; i++) out[i] = narrow<T>(widen(weight[i]) * (widen(x[i]) * factor));
+    return;
+  }
   for (i = 0; i + kLanes <= width; i += kLanes)
     store(out + i, load(weight + i) * round_to<T>(load(x + i) * factor));
   for (; i < width; i++)
@@ -47,7 +54,7 @@ void rms_norm(const NormArgs& args) {
 #pragma omp parallel for if (args.rows * width > kWorthThreads)
   for (int64_t row = 0; row < args.rows; row++)
     rms_norm_row(x + row * width, delta ? delta + row * width : nullptr, weight,
-                 out + row * width, width, args.epsilon);
+                 out + row * width, width, args.epsilon, args.rounds_once);
 }
 
 template <typename T>
@@ -58,7 +65,7 @@ void head_norm(const HeadNormArgs& args) {
   for (int64_t row = 0; row < args.rows; row++)
     for (int64_t head = 0; head < args.heads; head++) {
       T* x = static_cast<T*>(args.x) + row * args.stride + head * width;
-      rms_norm_row<T>(x, nullptr, weight, x, width, args.epsilon);
+      rms_norm_row<T>(x, nullptr, weight, x, width, args.epsilon, false);
     }
 }
 
@@ -84,6 +91,14 @@ void add(const AddArgs& args) {
 }
 
 template <typename T>
+void scale(const ScaleArgs& args) {
+  T* x = static_cast<T*>(args.x);
+  const float factor = args.factor;
+  apply(x, x, args.count,
+        [factor](F32 v) __attribute__((always_inline)) { return v * factor; });
+}
+
+template <typename T>
 void soft_cap(const SoftCapArgs& args) {
   T* x = static_cast<T*>(args.x);
   const float cap = args.cap;
@@ -102,8 +117,27 @@ HEADRACE_INLINE F32 gelu_tanh(F32 x) {
   return x * sigmoid(two_root * (x + 0.044715f * x * x * x));
 }
 
-template <typename T, typename F>
-HEADRACE_INLINE void gate_rows(const GateArgs& args, F activate) {
+template <typename T>
+void gated_add(const GatedAddArgs& args) {
+  const int64_t width = args.width;
+#pragma omp parallel for if (args.rows * width > kWorthThreads)
+  for (int64_t row = 0; row < args.rows; row++) {
+    T* x = static_cast<T*>(args.x) + row * width;
+    const T* delta = static_cast<const T*>(args.delta) + row * width;
+    const float gate = sigmoid(broadcast(widen(static_cast<const T*>(args.gate)[row])))[0];
+    int64_t i = 0;
+    for (; i + kLanes <= width; i += kLanes) store(x + i, load(x + i) + gate * load(delta + i));
+    for (; i < width; i++) x[i] = narrow<T>(widen(x[i]) + gate * widen(delta[i]));
+  }
+}
+
+struct Identity {
+  HEADRACE_INLINE F32 operator()(F32 x) const { return x; }
+};
+
+// of_up: what becomes of up before the gate multiplies it.
+template <typename T, typename F, typename G = Identity>
+HEADRACE_INLINE void gate_rows(const GateArgs& args, F activate, G of_up = G()) {
   const int64_t width = args.width;
 #pragma omp parallel for if (args.rows * width > kWorthThreads)
   for (int64_t row = 0; row < args.rows; row++) {
@@ -112,11 +146,11 @@ HEADRACE_INLINE void gate_rows(const GateArgs& args, F activate) {
     T* to = static_cast<T*>(args.out) + row * width;
     int64_t i = 0;
     for (; i + kLanes <= width; i += kLanes)
-      store(to + i, round_to<T>(activate(load(gate + i))) * load(up + i));
+      store(to + i, round_to<T>(activate(load(gate + i))) * of_up(load(up + i)));
     if (i < width) {
       F32 g = {}, u = {};
       for (int64_t k = i; k < width; k++) g[k - i] = widen(gate[k]), u[k - i] = widen(up[k]);
-      const F32 y = round_to<T>(activate(g)) * u;
+      const F32 y = round_to<T>(activate(g)) * of_up(u);
       for (int64_t k = i; k < width; k++) to[k] = narrow<T>(y[k - i]);
     }
   }
@@ -128,8 +162,20 @@ void gate(const GateArgs& args) {
     gate_rows<T>(args, [](F32 g) __attribute__((always_inline)) {
       return g / (1.0f + exponential(-g));
     });
-  else
+  else if (args.activation == Activation::kGeluTanh)
     gate_rows<T>(args, [](F32 g) __attribute__((always_inline)) { return gelu_tanh(g); });
+  else
+    // GPT-OSS's experts: the gate is at most 7, up within 7 of 0.
+    gate_rows<T>(
+        args,
+        [](F32 g) __attribute__((always_inline)) {
+          const F32 low = g > 7.0f ? broadcast(7.0f) : g;
+          return low * sigmoid(1.702f * low);
+        },
+        [](F32 u) __attribute__((always_inline)) {
+          const F32 low = u > 7.0f ? broadcast(7.0f) : u;
+          return (low < -7.0f ? broadcast(-7.0f) : low) + 1.0f;
+        });
 }
 
 template <typename T>

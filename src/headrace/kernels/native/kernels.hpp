@@ -31,7 +31,8 @@ struct LinearArgs {
   WeightKind weights;
 };
 
-// out = x / rms(x) * weight by rows; if delta is given x += delta first, in place.
+// out = x / rms(x) * weight by rows; if delta is given x += delta first, in place. rounds_once: the
+// quotient is not rounded to the type before the weight multiplies it.
 struct NormArgs {
   void* x;
   const void* delta;
@@ -39,6 +40,7 @@ struct NormArgs {
   void* out;
   int64_t rows, width;
   float epsilon;
+  bool rounds_once;
   Type type;
 };
 
@@ -51,7 +53,8 @@ struct HeadNormArgs {
   Type type;
 };
 
-enum class Activation : int { kSilu = 0, kGeluTanh = 1 };
+// kClampedSwiglu: see gate() in elementwise.hpp.
+enum class Activation : int { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2 };
 
 // out [rows, width] = activation(gate) * up of x [rows, 2 width], gate first.
 struct GateArgs {
@@ -67,6 +70,44 @@ struct AddArgs {
   void* x;
   const void* delta;
   int64_t count;
+  Type type;
+};
+
+// x += sigmoid(gate) * delta; x, delta [rows, width], gate [rows].
+struct GatedAddArgs {
+  void* x;
+  const void* delta;
+  const void* gate;
+  int64_t rows, width;
+  Type type;
+};
+
+// x *= factor, elementwise.
+struct ScaleArgs {
+  void* x;
+  int64_t count;
+  float factor;
+  Type type;
+};
+
+// Scores [rows, experts] become weights: of a row's `chosen` highest, of equal ones the first, their
+// part of a softmax over these (normalized) or over all, of the others 0.
+struct RouteArgs {
+  void* scores;
+  int64_t rows, experts, chosen;
+  bool normalized;
+  Type type;
+};
+
+// Row r of out [rows, width] = the sum of factors[i] times row places[i] of x, for i from starts[r]
+// up to starts[r + 1], in float32.
+struct CombineArgs {
+  const void* x;
+  const int64_t* starts;
+  const int64_t* places;
+  const float* factors;
+  void* out;
+  int64_t rows, width;
   Type type;
 };
 
@@ -156,6 +197,10 @@ struct Kernels {
   void (*attention)(const AttentionArgs&);
   void (*gate)(const GateArgs&);
   void (*add)(const AddArgs&);
+  void (*gated_add)(const GatedAddArgs&);
+  void (*scale)(const ScaleArgs&);
+  void (*route)(const RouteArgs&);
+  void (*combine)(const CombineArgs&);
   void (*soft_cap)(const SoftCapArgs&);
   void (*choose)(const ChooseArgs&);
 };

@@ -100,6 +100,7 @@ WeightKind kind_of(bool bfloat16) {
 Activation activation_of(const std::string& name) {
   if (name == "silu") return Activation::kSilu;
   if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "clamped_swiglu") return Activation::kClampedSwiglu;
   throw nb::value_error(("there is no activation " + name).c_str());
 }
 
@@ -146,10 +147,11 @@ void define_program(nb::module_& m) {
                vocab);
       }, "label"_a, "out"_a, "table"_a, "vocab"_a, "width"_a, "scale"_a)
       .def("norm", [](ProgramBuilder& to, const std::string& label, int source, int delta,
-                      int out, Address weight, int64_t width, float epsilon) {
+                      int out, Address weight, int64_t width, float epsilon, bool rounds_once) {
         to.add(label, {source, delta, out},
-               NormArgs{{}, {}, at(weight), {}, 0, width, epsilon, to.type});
-      }, "label"_a, "source"_a, "delta"_a, "out"_a, "weight"_a, "width"_a, "epsilon"_a)
+               NormArgs{{}, {}, at(weight), {}, 0, width, epsilon, rounds_once, to.type});
+      }, "label"_a, "source"_a, "delta"_a, "out"_a, "weight"_a, "width"_a, "epsilon"_a,
+         "rounds_once"_a)
       .def("head_norm", [](ProgramBuilder& to, const std::string& label, int buffer,
                            Address weight, int64_t stride, int64_t first, int64_t heads,
                            int64_t head_dim, float epsilon) {
@@ -201,6 +203,27 @@ void define_program(nb::module_& m) {
                      int64_t width) {
         to.add(label, {-1, delta, out}, AddArgs{{}, {}, width, to.type});
       }, "label"_a, "out"_a, "delta"_a, "width"_a)
+      .def("gated_add", [](ProgramBuilder& to, const std::string& label, int out, int delta,
+                           int gate, int64_t width) {
+        to.add(label, {-1, delta, out, gate}, GatedAddArgs{{}, {}, {}, 0, width, to.type});
+      }, "label"_a, "out"_a, "delta"_a, "gate"_a, "width"_a)
+      .def("scale", [](ProgramBuilder& to, const std::string& label, int buffer, int64_t width,
+                       float factor) {
+        to.add(label, {-1, -1, buffer}, ScaleArgs{{}, width, factor, to.type});
+      }, "label"_a, "buffer"_a, "width"_a, "factor"_a)
+      .def("route", [](ProgramBuilder& to, const std::string& label, int buffer, int64_t experts,
+                       int64_t chosen, bool normalized) {
+        to.add(label, {-1, -1, buffer}, RouteArgs{{}, 0, experts, chosen, normalized, to.type});
+      }, "label"_a, "buffer"_a, "experts"_a, "chosen"_a, "normalized"_a)
+      .def("experts", [](ProgramBuilder& to, const std::string& label, int source, int weights,
+                         int out, Address gate_up, Address gate_up_bias, Address down,
+                         Address down_bias, int64_t experts, int64_t hidden, int64_t inner,
+                         const std::string& activation) {
+        to.add(label, {source, -1, out, weights},
+               ExpertsArgs{{}, {}, {}, at(gate_up), at(gate_up_bias), at(down), at(down_bias), 0,
+                           experts, hidden, inner, activation_of(activation), to.type});
+      }, "label"_a, "source"_a, "weights"_a, "out"_a, "gate_up"_a, "gate_up_bias"_a, "down"_a,
+         "down_bias"_a, "experts"_a, "hidden"_a, "inner"_a, "activation"_a)
       .def("soft_cap", [](ProgramBuilder& to, const std::string& label, int buffer,
                           int64_t width, float cap) {
         to.add(label, {-1, -1, buffer}, SoftCapArgs{{}, width, cap, to.type});
@@ -233,8 +256,8 @@ NB_MODULE(_native, m) {
                   kind_of(bfloat16)});
   }, nb::call_guard<nb::gil_scoped_release>());
   m.def("rms_norm", [](Address x, Address delta, Address weight, Address out, int64_t rows,
-                       int64_t width, float epsilon, bool bfloat16) {
-    path->rms_norm({at(x), at(delta), at(weight), at(out), rows, width, epsilon,
+                       int64_t width, float epsilon, bool rounds_once, bool bfloat16) {
+    path->rms_norm({at(x), at(delta), at(weight), at(out), rows, width, epsilon, rounds_once,
                     type_of(bfloat16)});
   }, nb::call_guard<nb::gil_scoped_release>());
   m.def("head_norm", [](Address x, Address weight, int64_t rows, int64_t stride, int64_t heads,
@@ -244,6 +267,25 @@ NB_MODULE(_native, m) {
   m.def("gate", [](Address x, Address out, int64_t rows, int64_t width,
                    const std::string& activation, bool bfloat16) {
     path->gate({at(x), at(out), rows, width, activation_of(activation), type_of(bfloat16)});
+  }, nb::call_guard<nb::gil_scoped_release>());
+  m.def("gated_add", [](Address x, Address delta, Address gate, int64_t rows, int64_t width,
+                        bool bfloat16) {
+    path->gated_add({at(x), at(delta), at(gate), rows, width, type_of(bfloat16)});
+  }, nb::call_guard<nb::gil_scoped_release>());
+  m.def("scale", [](Address x, int64_t count, float factor, bool bfloat16) {
+    path->scale({at(x), count, factor, type_of(bfloat16)});
+  }, nb::call_guard<nb::gil_scoped_release>());
+  m.def("route", [](Address scores, int64_t rows, int64_t experts, int64_t chosen,
+                    bool normalized, bool bfloat16) {
+    path->route({at(scores), rows, experts, chosen, normalized, type_of(bfloat16)});
+  }, nb::call_guard<nb::gil_scoped_release>());
+  m.def("experts", [](Address x, Address weights, Address out, Address gate_up,
+                      Address gate_up_bias, Address down, Address down_bias, int64_t rows,
+                      int64_t count, int64_t hidden, int64_t inner, const std::string& activation,
+                      bool bfloat16) {
+    experts(*path, {at(x), at(weights), at(out), at(gate_up), at(gate_up_bias), at(down),
+                    at(down_bias), rows, count, hidden, inner, activation_of(activation),
+                    type_of(bfloat16)});
   }, nb::call_guard<nb::gil_scoped_release>());
   m.def("soft_cap", [](Address x, int64_t count, float cap, bool bfloat16) {
     path->soft_cap({at(x), count, cap, type_of(bfloat16)});

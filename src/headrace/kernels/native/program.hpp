@@ -10,6 +10,7 @@
 #include <variant>
 #include <vector>
 
+#include "experts.hpp"
 #include "kernels.hpp"
 
 // What a step's operations work on, by the places of buffers that model/interpreter.py gave out.
@@ -27,11 +28,12 @@ struct Step {
 
 // Places of an operation's buffers; what it has none of is -1.
 struct Places {
-  int source = -1, delta = -1, out = -1;
+  int source = -1, delta = -1, out = -1, gate = -1;
 };
 
 using Args = std::variant<EmbedArgs, NormArgs, HeadNormArgs, LinearArgs, RotateArgs, AttentionArgs,
-                          GateArgs, AddArgs, SoftCapArgs>;
+                          GateArgs, RouteArgs, ExpertsArgs, AddArgs, GatedAddArgs, ScaleArgs,
+                          SoftCapArgs>;
 
 // args: all but what a step brings. vocab: the table's rows, of an embedding. label: an index of
 // Profile's.
@@ -124,12 +126,36 @@ struct Runner {
     args.rows = step.tokens;
     kernels.gate(args);
   }
+  void operator()(RouteArgs args) const {
+    args.scores = out();
+    args.rows = step.tokens;
+    kernels.route(args);
+  }
+  void operator()(ExpertsArgs args) const {
+    args.x = source();
+    args.weights = buffer(operation.places.gate);
+    args.out = out();
+    args.rows = step.tokens;
+    experts(kernels, args);
+  }
+  void operator()(GatedAddArgs args) const {
+    args.x = out();
+    args.delta = delta();
+    args.gate = buffer(operation.places.gate);
+    args.rows = step.tokens;
+    kernels.gated_add(args);
+  }
   // count is a row's until the step says how many there are.
   void operator()(AddArgs args) const {
     args.x = out();
     args.delta = delta();
     args.count *= step.tokens;
     kernels.add(args);
+  }
+  void operator()(ScaleArgs args) const {
+    args.x = out();
+    args.count *= step.tokens;
+    kernels.scale(args);
   }
   void operator()(SoftCapArgs args) const {
     args.x = out();

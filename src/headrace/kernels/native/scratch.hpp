@@ -13,8 +13,8 @@ struct Scratch {
   ~Scratch() { free(memory); }
 };
 
-// Room for count elements, until this thread asks again. Contents are undefined.
-template <typename T>
+// Room for count elements, until this thread asks again for the same slot. Contents are undefined.
+template <typename T, int Slot = 0>
 inline T* scratch(int64_t count) {
   static thread_local Scratch own;
   const int64_t bytes = (count * int64_t(sizeof(T)) + 63) / 64 * 64;
