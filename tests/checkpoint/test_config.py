@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from checkpoint.published import LLAMA, PHI3, PUBLISHED
 from headrace.checkpoint.locate import locate_model
 from headrace.errors import ModelError
 from headrace.model.architectures import ARCHITECTURES
@@ -16,97 +17,6 @@ from headrace.model.read import describe_huggingface, model_from_huggingface
 from headrace.protocol.model_config import StageShare
 from headrace.protocol.program import Program
 from tiny_checkpoints import write_tiny_gguf, write_tiny_llama
-
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
-    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-    "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama",
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
-    "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "torch_dtype": "float16",
-    "transformers_version": "4.31.0", "use_cache": True, "vocab_size": 32000,
-}  # fmt: skip
-MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-LLAMA3_SCALING = {
-    "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 8192, "rope_type": "llama3",
-}  # fmt: skip
-PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
-# What is peculiar to configurations as published, and their context.
-PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
-    "Llama-2-7b-chat-hf": (
-        LLAMA | {"_name_or_path": "meta-llama/Llama-2-7b-chat-hf", "pretraining_tp": 1,
-                 "rope_scaling": None},
-        4096,
-    ),
-    "llama-7b of the first days": (
-        LLAMA | {"max_sequence_length": 2048, "pad_token_id": 0, "bos_token_id": 0}, 4096,
-    ),
-    "Llama-3.1-8B-Instruct": (
-        LLAMA | {"eos_token_id": [128001, 128008, 128009], "max_position_embeddings": 131072,
-                 "mlp_bias": False, "attention_bias": False, "attention_dropout": 0.0,
-                 "rope_scaling": LLAMA3_SCALING, "rope_theta": 500000.0, "vocab_size": 128256},
-        131072,
-    ),
-    "unsloth/Llama-3.2-1B-Instruct": (
-        LLAMA | {"head_dim": 64, "hidden_size": 2048, "unsloth_fixed": True,
-                 "rope_scaling": LLAMA3_SCALING | {"factor": 32.0},
-                 "max_position_embeddings": 131072, "pad_token_id": 128004},
-        131072,
-    ),
-    "SmolLM2-135M-Instruct": (
-        LLAMA | {"is_llama_config": True, "rope_interleaved": False, "rope_theta": 100000,
-                 "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3,
-                 "max_position_embeddings": 8192, "transformers.js_config": {
-                     "kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}}},
-        8192,
-    ),
-    "vicuna-7b-v1.5-16k": (
-        LLAMA | {"rope_scaling": {"factor": 4.0, "type": "linear"}, "max_sequence_length": 16384},
-        16384,
-    ),
-    "deepseek-coder-1.3b-instruct": (
-        LLAMA | {"rope_scaling": {"factor": 4.0, "type": "linear"}, "rope_theta": 100000,
-                 "max_position_embeddings": 16384, "attention_bias": False},
-        65536,
-    ),
-    "Yarn-Llama-2-7b-64k": (
-        LLAMA | {"rope_scaling": {"factor": 16.0, "finetuned": True, "type": "yarn",
-                                  "original_max_position_embeddings": 4096},
-                 "max_position_embeddings": 65536, "auto_map": {
-                     "AutoModelForCausalLM": "modeling_llama_together_yarn.LlamaForCausalLM"}},
-        65536,
-    ),
-    "Falcon3-1B-Instruct": (
-        LLAMA | {"activation": "swiglu", "head_dim": 256, "hidden_size": 2048,
-                 "num_attention_heads": 8, "num_key_value_heads": 4, "rope_theta": 1000042},
-        4096,
-    ),
-    "Mistral-7B-v0.1": (
-        MISTRAL | {"num_key_value_heads": 8, "rope_theta": 10000.0, "sliding_window": 4096,
-                   "max_position_embeddings": 32768},
-        32768,
-    ),
-    "Mistral-Nemo-Instruct-2407": (
-        MISTRAL | {"head_dim": 128, "hidden_size": 5120, "num_key_value_heads": 8,
-                   "sliding_window": None, "max_position_embeddings": 131072},
-        131072,
-    ),
-    "saved by transformers 4 of a subclass": (
-        LLAMA | {"output_attentions": False, "output_hidden_states": False, "top_k": 50,
-                 "temperature": 1.0, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0},
-                 "chunk_size_feed_forward": 0, "_attn_implementation_autoset": True,
-                 "resid_pdrop": 0.1, "is_decoder": False, "quantization_config": None},
-        4096,
-    ),
-    "Phi-3-mini-4k-instruct": (
-        PHI3 | {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "embd_pdrop": 0.0,
-                "resid_pdrop": 0.0, "attention_dropout": 0.0, "attention_bias": False,
-                "original_max_position_embeddings": 4096, "rope_scaling": None,
-                "sliding_window": 2047, "eos_token_id": 32000, "pad_token_id": 32000,
-                "hidden_size": 3072, "vocab_size": 32064},
-        4096,
-    ),
-}  # fmt: skip
 
 
 def read(raw: dict[str, Any]) -> tuple[Decoder, Program, str, tuple[int, ...]]:
@@ -175,8 +85,10 @@ def test_every_word_for_quantized_weights_is_understood(
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"rope_scaling": {"type": "longrope", "short_factor": [], "long_factor": []}},
-         "longrope is not supported"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0, "short_factor": [1.0],
+                           "long_factor": [1.0, 2.0]}}, "longrope has 1 factors, heads of 128"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0, "short_factor": [0.0],
+                           "long_factor": [1.0]}}, "rope short_factor 0 is 0"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "rope factor is 0"),
         ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "rope factor is nan"),
@@ -208,8 +120,9 @@ FACTORS = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
         ({"partial_rotary_factor": 0.75}, "(partial_rotary_factor 0.75) is not supported"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}},
          "rope_parameters.partial_rotary_factor"),
-        ({"rope_scaling": {"type": "longrope"} | FACTORS}, "scaling longrope is not supported"),
-        ({"rope_scaling": {"type": "su"} | FACTORS}, "scaling su is not supported"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64}}, "long_factor"),
+        # Which transformers refuses, too.
+        ({"rope_scaling": {"type": "su"} | FACTORS}, "longrope"),
         ({"sliding_window": -1}, "sliding_window is -1"),
     ],
 )  # fmt: skip
@@ -222,6 +135,30 @@ def test_what_is_not_supported_of_phi3_is_named(fields: dict[str, Any], reason: 
 def test_without_a_window_phi3_says_none_or_0() -> None:
     assert read(PHI3 | {"sliding_window": 0}) == read(PHI3 | {"sliding_window": None})
     assert read(PHI3 | {"sliding_window": 2047}) != read(PHI3)
+
+
+@pytest.mark.parametrize(
+    ("published", "fields", "reason"),
+    [
+        ("Mixtral-8x7B-Instruct-v0.1", {"num_experts_per_tok": 9}, "9 experts are more than the 8"),
+        ("Mixtral-8x7B-Instruct-v0.1", {"num_local_experts": 0}, "number of experts is 0"),
+        ("Qwen1.5-MoE-A2.7B-Chat", {"shared_expert_intermediate_size": 0},
+         "shared_expert_intermediate_size is 0"),
+        ("Qwen3-30B-A3B", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("Qwen3-30B-A3B", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+        ("OLMoE-1B-7B-0924-Instruct", {"clip_qkv": 8.0}, "clip_qkv 8.0) are not supported"),
+        ("gpt-oss-20b", {"swiglu_limit": 5.0}, "swiglu_limit 5.0 is not supported"),
+        ("granite-3.3-2b-instruct", {"logits_scaling": 0.0}, "logits multiplier is 0"),
+        ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 36 layers"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_of_a_family_is_named(
+    published: str, fields: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        read(PUBLISHED[published][0] | fields)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def edit(folder: Path, **fields: Any) -> None:

@@ -81,7 +81,8 @@ def test_quantized_weights_give_the_logits_of_their_dequantized_values(
         ({"general.architecture": "gemma9"}, "gemma9 is not supported; supported are llama"),
         ({"llama.rope.scaling.type": "longrope"}, "rope scaling longrope is not supported"),
         ({"llama.rope.dimension_count": 4}, "only part of each head"),
-        ({"llama.expert_count": 8}, "mixture-of-experts"),
+        ({"llama.expert_count": 8, "llama.expert_used_count": 9}, "9 experts are more than the 8"),
+        ({"llama.expert_count": 8}, "expert_used_count is missing"),
         ({"split.count": 3}, "split GGUF"),
         ({"llama.attention.head_count_kv": 3}, "cannot share"),
         ({"llama.block_count": "four"}, "not of type int"),
@@ -98,11 +99,12 @@ def test_what_is_not_supported_is_named(
         model_from_gguf(read)
 
 
-def test_factors_of_phi3s_frequencies_are_refused_as_longrope(tmp_path: Path) -> None:
+def test_factors_of_phi3s_frequencies_of_another_number_are_refused(tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "model", architecture="Phi3", pad_token_id=None)
     read = read_gguf(convert(model, tmp_path / "model.gguf"))
-    read.tensors["rope_factors_long.weight"] = read.tensors["output_norm.weight"]
-    with pytest.raises(ModelError, match="rope scaling longrope is not supported"):
+    for length in ("long", "short"):
+        read.tensors[f"rope_factors_{length}.weight"] = read.tensors["output_norm.weight"]
+    with pytest.raises(ModelError, match="tensor rope_factors_short"):
         model_from_gguf(read)
 
 
@@ -117,7 +119,7 @@ def test_the_attention_factor_multiplies_as_in_llama_cpp(
     read.metadata.update({"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0})
     if factor is not None:
         read.metadata["llama.rope.scaling.attn_factor"] = factor
-    scale = inverse_frequencies(rope_of(read), 8)[1]
+    scale = inverse_frequencies(rope_of(read), 8, 128)[1]
     assert scale == pytest.approx(temperature * (1.0 if factor is None else factor))
 
 
@@ -126,6 +128,6 @@ def test_rope_scaling_in_the_metadata_is_followed(tmp_path: Path) -> None:
     file = convert(model, tmp_path / "model.gguf", gguf.GGMLQuantizationType.F32)
     read = read_gguf(file)
     read.metadata.update({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0})
-    plain = inverse_frequencies(rope_of(read_gguf(file)), 8)[0]
-    stretched = inverse_frequencies(rope_of(read), 8)[0]
+    plain = inverse_frequencies(rope_of(read_gguf(file)), 8, 128)[0]
+    stretched = inverse_frequencies(rope_of(read), 8, 128)[0]
     torch.testing.assert_close(stretched, plain / 2)

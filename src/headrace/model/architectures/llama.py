@@ -1,6 +1,6 @@
 """Llama 1 to 3 and all that is built like it, SmolLM2 among them.
 
-GGUF files of Mistral models are files of this architecture, too.
+GGUF files of Mistral and Mixtral models are files of this architecture, too.
 """
 
 from dataclasses import replace
@@ -10,6 +10,7 @@ from headrace.checkpoint.config_fields import COMMON_FIELDS
 from headrace.checkpoint.gguf_metadata import GgufMetadata
 from headrace.checkpoint.huggingface_config import HuggingFaceConfig
 from headrace.model.architecture import Architecture, Design
+from headrace.model.architectures.mixtral import mixtral_from_gguf
 from headrace.model.blocks import (
     AttentionOptions,
     attention,
@@ -26,7 +27,8 @@ from headrace.model.decoder import (
     sizes_from_huggingface,
 )
 from headrace.protocol.model_config import RopeConfig, StageShare
-from headrace.protocol.program import Operation, Program, StoredTensor
+from headrace.protocol.program import Operation, Program
+from headrace.protocol.stored_tensor import StoredTensor
 
 
 def _program(
@@ -64,6 +66,8 @@ def _from_huggingface(config: HuggingFaceConfig) -> Design:
 
 
 def _from_gguf(metadata: GgufMetadata) -> Design:
+    if metadata.get("expert_count", int, 0):
+        return mixtral_from_gguf(metadata)
     decoder, rope = sizes_from_gguf(metadata)
     # The converter orders queries' and keys' rows for the rotation of neighbours.
     decoder = replace(decoder, paired_heads=True)

@@ -1,5 +1,6 @@
 """Phi-3, and Phi-4 of 14 billion weights: a Llama whose layers store queries, keys and values as
-one weight, and gate and up as another, and whose layers may all have a window.
+one weight, and gate and up as another, and whose layers may all have a window. For contexts of
+128 k the rotation's frequencies have divisors, other ones for longer sequences (longrope).
 """
 
 from functools import partial
@@ -8,7 +9,6 @@ from headrace.checkpoint.config_fields import COMMON_FIELDS
 from headrace.checkpoint.gguf_metadata import GgufMetadata
 from headrace.checkpoint.huggingface_config import HuggingFaceConfig
 from headrace.checkpoint.plausible import check_sizes
-from headrace.errors import ModelError
 from headrace.model import decoder
 from headrace.model.architecture import Architecture, Design
 from headrace.model.blocks import (
@@ -22,6 +22,7 @@ from headrace.model.blocks import (
 from headrace.model.decoder import Decoder
 from headrace.protocol.model_config import RopeConfig, StageShare
 from headrace.protocol.program import Linear, Operation, Program
+from headrace.protocol.stored_tensor import StoredTensor
 
 # Without a tensor for the gate: "up" holds both, the gate first.
 GGUF_NAMES = {
@@ -31,10 +32,18 @@ GGUF_NAMES = {
 }
 
 
-def _program(sizes: Decoder, rope: RopeConfig, window: int | None, share: StageShare) -> Program:
+def _program(
+    sizes: Decoder, rope: RopeConfig, window: int | None, stored_factors: bool, share: StageShare
+) -> Program:
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
     heads_width = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
-    options = AttentionOptions(window=window)
+    short, long = (
+        StoredTensor(f"rope_factors_{kind}.weight", (sizes.head_dim // 2,))
+        if stored_factors
+        else None
+        for kind in ("short", "long")
+    )
+    options = AttentionOptions(window=window, factors=short, long_factors=long)
 
     def layer(at: str, number: int, cache: int, delta: str | None) -> list[Operation]:
         qkv = product(sizes, [f"{at}.self_attn.qkv_proj"], [heads_width], hidden)
@@ -58,18 +67,17 @@ def _from_huggingface(config: HuggingFaceConfig) -> Design:
     window = config.values.sliding_window or None
     if window is not None:
         check_sizes(config.path, {"sliding_window": window})
-    return Design(sizes, partial(_program, sizes, rope, window))
+    return Design(sizes, partial(_program, sizes, rope, window, False))
 
 
 def _from_gguf(metadata: GgufMetadata) -> Design:
-    if any(name.startswith("rope_factors_") for name in metadata.file.tensors):
-        raise ModelError(f"model {metadata.path}: rope scaling longrope is not supported")
     sizes, rope = decoder.sizes_from_gguf(metadata, GGUF_NAMES)
     # llama.cpp reads it and leaves it out; here the layers have it, as in transformers.
     window = metadata.get("attention.sliding_window", int, 0) or None
     if window is not None:
         check_sizes(metadata.path, {"attention.sliding_window": window})
-    return Design(sizes, partial(_program, sizes, rope, window))
+    stored_factors = any(name.startswith("rope_factors_") for name in metadata.file.tensors)
+    return Design(sizes, partial(_program, sizes, rope, window, stored_factors))
 
 
 PHI3 = Architecture(
