@@ -14,7 +14,8 @@ from headrace.cli import bench_kernels
 from headrace.cli.bench import app
 from headrace.errors import ModelError, StartError, UsageError
 from headrace.kernels import PATH_VARIABLE, REFERENCE, path
-from stage_models import small_mistral
+from headrace.model.architectures.mixtral import MIXTRAL
+from stage_models import described_program, small_mistral
 from tiny_checkpoints import write_tiny_gguf
 
 needs_native = pytest.mark.skipif(not path.has_native(), reason="there are no native kernels")
@@ -27,6 +28,12 @@ BY_ROWS = [
 ]  # fmt: skip
 # 2 heads of 16 numbers, one of them a key-value head.
 SMALL = shape_of(small_mistral(hidden_size=24, intermediate_size=40, head_dim=16))
+
+
+def test_a_model_with_experts_is_refused() -> None:
+    program = described_program(MIXTRAL, num_hidden_layers=1)
+    with pytest.raises(UsageError, match="experts"):
+        shape_of(program)
 
 
 def run(*arguments: str) -> None:

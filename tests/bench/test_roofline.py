@@ -11,7 +11,8 @@ from headrace.bench.roofline import Rate, Rates, decode_work, limit, prefill_wor
 from headrace.checkpoint.locate import locate_model
 from headrace.cli.bench import app
 from headrace.errors import ModelError, UsageError
-from stage_models import read_model, small_mistral, whole
+from headrace.model.architectures.mixtral import MIXTRAL
+from stage_models import described_program, read_model, small_mistral, whole
 from tiny_checkpoints import write_tiny_gguf
 
 # 3 layers of 2 heads of 4 numbers, one of them a key-value head.
@@ -41,6 +42,22 @@ def test_nothing_beyond_a_sliding_window_is_read() -> None:
     full = decode_work(SMALL, "bfloat16", batch).bytes_read - 2 * WEIGHTS
     short = decode_work(config, "bfloat16", batch).bytes_read - 2 * WEIGHTS
     assert short == full * 2 / 4.5
+
+
+def test_of_experts_those_are_read_that_rows_choose() -> None:
+    """Each row passes 1 of 4 experts of 3 * 8 * 16 weights; two rows read 7 of 16 on average."""
+    program = described_program(
+        MIXTRAL, vocab_size=100, hidden_size=8, intermediate_size=16, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=4, tie_word_embeddings=True,
+        num_local_experts=4, num_experts_per_tok=1, sliding_window=None,
+    )  # fmt: skip
+    batch = Batch(2, 3, 3, seed=0)
+    plain, mixed = decode_work(SMALL, "bfloat16", batch), decode_work(program, "bfloat16", batch)
+    router, expert = 8 * 4, 3 * 8 * 16
+    assert mixed.operations == plain.operations + 2 * 2 * 3 * router
+    assert mixed.bytes_read == plain.bytes_read + 2 * 3 * (router + (4 * 7 / 16 - 1) * expert)
+    prefill = prefill_work(program, "bfloat16", Batch(1000, 3, 3, seed=0))
+    assert prefill.bytes_read == pytest.approx(2 * 2 * (WEIGHTS + 3 * (router + 3 * expert)))
 
 
 def test_smollm2s_decode_step_reads_what_was_counted_by_hand() -> None:

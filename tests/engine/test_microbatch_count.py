@@ -39,6 +39,14 @@ def test_the_formula_is_the_designs() -> None:
     assert round_seconds(4, rows(64), stages(2, 2, 0.3), 50 * MS) == pytest.approx(113.6 * MS)
 
 
+def test_each_group_reads_the_experts_that_its_own_rows_pass() -> None:
+    # One row passes half of the experts, two pass three quarters, four 15/16.
+    costs = [StepCost(0.0, 0.0, 0.0, 0.0, experts=16 * MS, missed=0.5)] * 2
+    assert round_seconds(1, rows(4), costs, 0.0) == pytest.approx(30 * MS)
+    assert round_seconds(2, rows(4), costs, 0.0) == pytest.approx(24 * MS)
+    assert round_seconds(4, rows(4), costs, 0.0) == pytest.approx(32 * MS)
+
+
 def test_the_largest_group_makes_the_way() -> None:
     # 16 rows in 5 groups: one has 4.
     seconds = round_seconds(5, rows(16), stages(2, 1, 1), 50 * MS)

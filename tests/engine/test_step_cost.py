@@ -205,3 +205,27 @@ def test_a_step_of_which_the_fit_foretells_no_time_at_all_is_learned_from() -> N
     for _ in range(100):
         fit.add(chunk, 2e-5)
     assert fit.cost.seconds(chunk) > 0
+
+
+def test_experts_are_read_as_far_as_tokens_pass_them() -> None:
+    cost = StepCost(fixed=1e-3, per_token=0.0, per_position=0.0, per_sampled=0.0, experts=8e-3,
+                    missed=0.75)  # fmt: skip
+    assert cost.seconds(StepWork(1, 1, 1)) == pytest.approx(1e-3 + 2e-3)
+    assert cost.seconds(StepWork(2, 2, 2)) == pytest.approx(1e-3 + 3.5e-3)
+    assert cost.seconds(StepWork(500, 500, 500)) == pytest.approx(1e-3 + 8e-3)
+    assert cost.seconds(StepWork(0, 0, 0)) == 0
+
+
+def test_a_mixture_of_experts_is_foretold_within_15_percent_at_any_number_of_rows() -> None:
+    """Of 64 experts a token passes 8; reading them takes longer than by the prior's proportion."""
+    true = StepCost(2e-3, 2e-4, 6e-8, 5e-5, experts=40e-3, missed=7 / 8)
+    prior = prior_cost(11 * 10**9, 10**9, 10**10, 7 / 8)
+    assert prior.experts == pytest.approx(10 * prior.fixed)
+    numbers, fit = random.Random(5), CostFit(prior)
+    for work in steps(numbers, 300, mixed_step):
+        fit.add(work, true.seconds(work) * numbers.uniform(0.97, 1.03))
+    for work in steps(numbers, 300, decode_step):
+        fit.add(work, true.seconds(work) * numbers.uniform(0.97, 1.03))
+    for tokens in (1, 2, 4, 8, 16, 32, 64, 256):
+        work = StepWork(tokens, tokens * 300, min(tokens, 32))
+        assert fit.cost.seconds(work) == pytest.approx(true.seconds(work), rel=0.15), tokens

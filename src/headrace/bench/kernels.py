@@ -49,8 +49,8 @@ def measure_kernels(
     """Measure every kernel at every number of rows, in a process with the cores and threads of a
     single stage; as JSON. say: told what runs.
 
-    Raises ModelError if the model cannot be read, UsageError if it is synthetic, StartError if
-    there are no native kernels, PipelineError if the process fails.
+    Raises ModelError if the model cannot be read, UsageError if it is synthetic or has
+    experts, StartError if there are no native kernels, PipelineError if the process fails.
     """
     shape = shape_of(read_program(model))
     this = this_host()

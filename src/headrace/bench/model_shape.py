@@ -2,8 +2,17 @@
 
 import msgspec
 
+from headrace.errors import UsageError
 from headrace.protocol.model_config import RopeConfig
-from headrace.protocol.program import Attention, GatedActivation, Linear, Norm, Program, Rotate
+from headrace.protocol.program import (
+    Attention,
+    Experts,
+    GatedActivation,
+    Linear,
+    Norm,
+    Program,
+    Rotate,
+)
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,8 +32,13 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shape_of(program: Program) -> ModelShape:
-    """The shape of a whole model's first layer, and of its head."""
+    """The shape of a whole model's first layer, and of its head.
+
+    Raises UsageError for a model with experts, whose kernels have no case among those measured.
+    """
     found = {type(operation): operation for operation in reversed(program.operations)}
+    if Experts in found:
+        raise UsageError("the model has experts, whose kernels are not measured: use another model")
     attention, rotation, norm = found[Attention], found[Rotate], found[Norm]
     activation = found[GatedActivation]
     assert isinstance(attention, Attention)

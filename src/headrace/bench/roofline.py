@@ -39,7 +39,14 @@ from headrace.checkpoint.locate import locate_model
 from headrace.errors import UsageError
 from headrace.model.read import model_from_gguf, model_from_huggingface
 from headrace.protocol.model_config import StageShare
-from headrace.protocol.program import Attention, Linear, Operation, Program
+from headrace.protocol.program import (
+    Attention,
+    Experts,
+    Linear,
+    Matrix,
+    Operation,
+    Program,
+)
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -180,14 +187,15 @@ def limit(program: Program, dtype: Dtype, batch: Batch, rates: list[Rates]) -> d
 def prefill_work(program: Program, dtype: Dtype, batch: Batch) -> Work:
     """Of all prompts together."""
     tokens = batch.num_prompts * batch.input_len
-    layers, head = _weights(program.operations), _weights(program.head)
+    layers, head = _multiplied(program.operations), _multiplied(program.head)
     products = 2 * (layers * tokens + head * batch.num_prompts)
+    read = _read(program.operations, min(tokens, _ROWS)) + head
     attention = batch.num_prompts * sum(
         _operations_a_position(program, layer) * _attended(layer, position)
         for layer in _attentions(program)
         for position in range(batch.input_len)
     )
-    return Work(products + attention, -(-tokens // _ROWS) * (layers + head) * _size(dtype))
+    return Work(products + attention, -(-tokens // _ROWS) * read * _size(dtype))
 
 
 def decode_work(program: Program, dtype: Dtype, batch: Batch) -> Work:
@@ -195,15 +203,14 @@ def decode_work(program: Program, dtype: Dtype, batch: Batch) -> Work:
     positions = range(batch.input_len, batch.input_len + batch.output_len - 1)
     if not positions:
         return Work(0, 0)
-    weights = _weights(program.operations) + _weights(program.head)
-    operations, read = 2.0 * weights, 0.0
+    rows, every = batch.num_prompts, (*program.operations, *program.head)
+    operations, read = 2.0 * _multiplied(every), 0.0
     for layer in _attentions(program):
         context = sum(_attended(layer, position) for position in positions) / len(positions)
         operations += _operations_a_position(program, layer) * context
         cache = program.caches[layer.cache]
         read += 2 * cache.kv_heads * cache.head_dim * _size(dtype) * context
-    rows = batch.num_prompts
-    return Work(rows * operations, weights * _size(dtype) + rows * read)
+    return Work(rows * operations, _read(every, rows) * _size(dtype) + rows * read)
 
 
 def _attentions(program: Program) -> list[Attention]:
@@ -220,11 +227,32 @@ def _operations_a_position(program: Program, layer: Attention) -> int:
     return 4 * layer.heads * program.caches[layer.cache].head_dim
 
 
-def _weights(operations: tuple[Operation, ...]) -> int:
-    """Of all products, in numbers."""
-    return sum(
-        each.weight.outs * each.weight.ins for each in operations if isinstance(each, Linear)
+def _multiplied(operations: tuple[Operation, ...]) -> int:
+    """Weights that a row is multiplied by, in numbers."""
+    mixtures = [each for each in operations if isinstance(each, Experts)]
+    return _shared(operations) + sum(each.chosen * _expert(each) for each in mixtures)
+
+
+def _read(operations: tuple[Operation, ...], rows: int) -> float:
+    """Weights that so many rows have read, in numbers; each is taken to choose experts anew."""
+    mixtures = [each for each in operations if isinstance(each, Experts)]
+    return _shared(operations) + sum(
+        each.count * _expert(each) * (1 - (1 - each.chosen / each.count) ** rows)
+        for each in mixtures
     )
+
+
+def _shared(operations: tuple[Operation, ...]) -> int:
+    """Weights of the products that all rows pass, in numbers."""
+    return sum(_numbers(each.weight) for each in operations if isinstance(each, Linear))
+
+
+def _expert(mixture: Experts) -> int:
+    return _numbers(mixture.gate_up) + _numbers(mixture.down)
+
+
+def _numbers(matrix: Matrix) -> int:
+    return matrix.outs * matrix.ins
 
 
 def _size(dtype: Dtype) -> int:

@@ -11,6 +11,7 @@ from headrace.engine.step_cost import StepCost, prior_cost
 from headrace.host.memory import free_memory
 from headrace.pipeline.launch import RankProcesses, bind_master
 from headrace.protocol.messages import Loaded, RankConfig
+from headrace.protocol.model_config import ModelSizes, StageShare
 
 
 def rank_config(
@@ -117,12 +118,28 @@ def reserve_cache(
 
 def step_priors(deployment: Deployment, loaded: list[Loaded]) -> list[StepCost]:
     """What a step is taken to cost each stage, as long as none was measured."""
-    costs = layer_costs(deployment.model.sizes).layers
-    return [
+    sizes = deployment.model.sizes
+    costs = layer_costs(sizes).layers
+    priors = []
+    for share, shards in zip(deployment.shares, deployment.ranks.by_stage(loaded), strict=True):
+        layers = slice(share.first_layer, share.end_layer)
         # Shards compute side by side.
-        prior_cost(
-            max(shard.weight_bytes for shard in shards),
-            sum(costs[share.first_layer : share.end_layer]) // len(shards),
+        weight_bytes = max(shard.weight_bytes for shard in shards)
+        priors.append(
+            prior_cost(
+                weight_bytes,
+                sum(costs[layers]) // len(shards),
+                round(weight_bytes * _expert_part(sizes, share)),
+                max((layer.missed for layer in sizes.layers[layers]), default=0.0),
+            )
         )
-        for share, shards in zip(deployment.shares, deployment.ranks.by_stage(loaded), strict=True)
-    ]
+    return priors
+
+
+def _expert_part(sizes: ModelSizes, share: StageShare) -> float:
+    """How much of a stage's weights are experts'."""
+    layers = sizes.layers[share.first_layer : share.end_layer]
+    experts = sum(layer.expert_weights for layer in layers)
+    weights = sum(layer.weights for layer in layers) + sizes.head_products * share.samples
+    weights += sizes.vocab_size * sizes.hidden_size * share.embeds
+    return experts / max(1, weights)

@@ -42,9 +42,9 @@ def round_seconds(count: int, work: StepWork, costs: Items[StepCost], link_s: fl
     """
     rows = work.tokens
     largest = -(-rows // count) / rows
-    stage_s = max(cost.fixed * count + cost.added(work) for cost in costs)
-    way_s = sum(cost.fixed + cost.added(work) * largest for cost in costs) + len(costs) * link_s
-    return max(stage_s, way_s)
+    stage_s = max(cost.reading(rows / count) * count + cost.added(work) for cost in costs)
+    way_s = sum(cost.reading(rows * largest) + cost.added(work) * largest for cost in costs)
+    return max(stage_s, way_s + len(costs) * link_s)
 
 
 def best_count(work: StepWork, costs: Items[StepCost], link_s: float, most: int) -> int:

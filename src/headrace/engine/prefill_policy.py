@@ -91,6 +91,13 @@ def prefill_policy(name: PrefillPolicyName) -> PrefillPolicy:
     return BudgetPolicy() if name == "budget" else EvenPolicy()
 
 
+def _own_seconds(situation: Situation) -> float:
+    """Of the step, before it takes any prefill: as a chunk's tokens soon pass all experts, a step
+    that has one is taken to read as many as the longest."""
+    cost = situation.cost
+    return cost.reading(situation.max_tokens) + cost.added(situation.decode)
+
+
 class BudgetPolicy:
     """Fills every step up to max_tokens: the chunked prefill that engines commonly have."""
 
@@ -98,7 +105,7 @@ class BudgetPolicy:
         """max_tokens less the decode rows, whatever it costs unless there is a limit."""
         tokens = situation.max_tokens - situation.decode.tokens
         limit_s = math.inf if situation.max_step_s is None else situation.max_step_s
-        own_s = situation.cost.fixed + situation.cost.added(situation.decode)
+        own_s = _own_seconds(situation)
         return StepAllowance(tokens, limit_s - own_s, situation.cost, _LEAST_TOKENS)
 
 
@@ -131,19 +138,19 @@ class EvenPolicy:
     def allow(self, situation: Situation) -> StepAllowance:
         """What brings the step up to the target."""
         cost = situation.cost
-        decode_s = cost.fixed + cost.added(situation.mean_decode)
+        reading_s = cost.reading(situation.max_tokens)
+        decode_s = reading_s + cost.added(situation.mean_decode)
         pending_s = cost.added(situation.pending)
         turn = situation.num_microbatches
         lowest = decode_s + pending_s / (_HORIZON_TURNS * turn if turn > 1 else 1)
         highest = decode_s + pending_s / turn
         self._target_s = min(max(self._target_s, lowest), highest)
-        # A step that is mostly its fixed part wastes it.
-        target_s = min(max(self._target_s, 2 * cost.fixed), self._most_s(situation))
+        # A step that is mostly reading weights wastes it.
+        target_s = min(max(self._target_s, 2 * reading_s), self._most_s(situation))
         throttle = min(1.0, situation.free_fraction / _AMPLE_CACHE)
-        own_s = cost.fixed + cost.added(situation.decode)
         return StepAllowance(
             tokens=situation.max_tokens - situation.decode.tokens,
-            seconds=(target_s - own_s) * throttle,
+            seconds=(target_s - _own_seconds(situation)) * throttle,
             cost=cost,
             least=_LEAST_TOKENS,
         )
@@ -153,5 +160,4 @@ class EvenPolicy:
         if situation.max_step_s is not None:
             return situation.max_step_s
         cost, row = situation.cost, StepWork(1, 1, 1)
-        decode_s = max(cost.added(situation.mean_decode), cost.added(row))
-        return _MOST_TIMES_DECODE * (cost.fixed + decode_s)
+        return _MOST_TIMES_DECODE * max(cost.seconds(situation.mean_decode), cost.seconds(row))

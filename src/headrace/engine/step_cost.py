@@ -1,7 +1,8 @@
 """What a step costs a stage in seconds: a linear model, fitted from measured steps."""
 
+import itertools
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -40,20 +41,36 @@ def total_work(parts: Iterable[StepWork]) -> StepWork:
 
 @dataclass(frozen=True)
 class StepCost:
-    """A stage's cost of a step, in seconds: a fixed part (reading the weights, launching) and one
-    for each unit of work. No coefficient is negative."""
+    """A stage's cost of a step, in seconds: a fixed part (reading the weights, launching), one that
+    grows until all experts are read, and one for each unit of work. No coefficient is negative.
+
+    experts: reading the weights of all experts, of a stage that has some. missed: the part of them
+    that one token does not pass. Tokens are taken to be routed independently, so that n of them
+    miss missed ** n of the experts, whose weights are not read.
+    """
 
     fixed: float
     per_token: float
     per_position: float
     per_sampled: float
+    experts: float = 0.0
+    missed: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
         """Time of a step with this work; a step without tokens computes nothing."""
-        return self.fixed + self.added(work) if work.tokens else 0.0
+        return self.reading(work.tokens) + self.added(work) if work.tokens else 0.0
+
+    def reading(self, tokens: float) -> float:
+        """The part of a step of so many tokens that is not theirs one by one."""
+        return self.fixed + self.experts * self.hit(tokens) if self.experts else self.fixed
+
+    def hit(self, tokens: float) -> float:
+        """The part of the experts that some of so many tokens pass."""
+        missed: float = self.missed**tokens
+        return 1 - missed
 
     def added(self, work: StepWork) -> float:
-        """Time that this work adds to a step that runs anyway."""
+        """Time that this work adds to a step that runs anyway, reading what it reads anyway."""
         return (
             self.per_token * work.tokens
             + self.per_position * work.attended
@@ -74,13 +91,24 @@ PRIOR = StepCost(fixed=3e-3, per_token=1e-4, per_position=2.5e-8, per_sampled=1e
 _PRIOR_BYTES, _PRIOR_PRODUCTS = 269e6, 106e6
 
 
-def prior_cost(weight_bytes: int, products: int) -> StepCost:
+def prior_cost(
+    weight_bytes: int, products: int, expert_bytes: int = 0, missed: float = 0.0
+) -> StepCost:
     """The prior of a stage of this size, for no stage less than PRIOR.
 
     weight_bytes: of all its weights. products: of elements, for a token in its layers.
+    expert_bytes: of those weights that are experts'. missed: as of StepCost.
     """
-    scale = max(1.0, weight_bytes / _PRIOR_BYTES, products / _PRIOR_PRODUCTS)
-    return StepCost(*(scale * part for part in astuple(PRIOR)))
+    read = max(1.0, (weight_bytes - expert_bytes) / _PRIOR_BYTES)
+    work = max(read, products / _PRIOR_PRODUCTS)
+    return StepCost(
+        fixed=read * PRIOR.fixed,
+        per_token=work * PRIOR.per_token,
+        per_position=work * PRIOR.per_position,
+        per_sampled=work * PRIOR.per_sampled,
+        experts=PRIOR.fixed * expert_bytes / _PRIOR_BYTES,
+        missed=missed,
+    )
 
 
 # Steps of similar size remembered.
@@ -96,8 +124,6 @@ _REACH = 2
 _SPEED_STEP = 0.02
 _ERROR_STEP = 0.05
 _LEAST_ERROR = 0.01
-_PARTS = 4
-_SUBSETS = np.array([[(n >> i) & 1 for i in range(_PARTS)] for n in range(1, 2**_PARTS)], bool)
 
 
 class CostFit:
@@ -113,9 +139,15 @@ class CostFit:
     """
 
     def __init__(self, prior: StepCost = PRIOR) -> None:
-        self._prior = (prior.fixed, prior.per_token, prior.per_position, prior.per_sampled)
-        # In multiples of the prior, at a slowness of 1.
-        self._multiples = (1.0,) * _PARTS
+        self._prior = prior
+        # Of a step's seconds; the last is experts', where there are any.
+        self._parts = 5 if prior.experts else 4
+        self._pairs = tuple(itertools.combinations_with_replacement(range(self._parts), 2))
+        # All choices of parts to hold at zero, but not all of them.
+        choices = itertools.product((False, True), repeat=self._parts)
+        self._held = np.array(list(choices)[:-1])
+        # Of each part, in multiples of the prior, at a slowness of 1.
+        self._multiples = [1.0] * self._parts
         self._slowness = 1.0
         self._sizes: dict[int, list[float]] = {}
         self._steps_of_size: dict[int, int] = {}
@@ -144,18 +176,21 @@ class CostFit:
             self._unsolved = _SOLVE_EVERY
         else:
             weight, seconds = self._judge(work, seconds)
-        fixed, per_token, per_position, per_sampled = self._prior
-        x0, x1 = fixed, per_token * work.tokens
-        x2, x3 = per_position * work.attended, per_sampled * work.sampled
-        w0, w1, w2, w3, wy = weight * x0, weight * x1, weight * x2, weight * x3, weight * seconds
-        terms = (
-            w0 * x0, w0 * x1, w0 * x2, w0 * x3, w1 * x1, w1 * x2, w1 * x3, w2 * x2, w2 * x3,
-            w3 * x3, wy * x0, wy * x1, wy * x2, wy * x3,
-        )  # fmt: skip
+        prior = self._prior
+        x = [
+            prior.fixed,
+            prior.per_token * work.tokens,
+            prior.per_position * work.attended,
+            prior.per_sampled * work.sampled,
+        ]
+        if prior.experts:
+            x.append(prior.experts * prior.hit(work.tokens))
+        terms = [weight * x[i] * x[j] for i, j in self._pairs]
+        terms += [weight * seconds * part for part in x]
         keep = 1 - 1 / _MEMORY
         old = self._sizes.get(size)
         self._sizes[size] = (
-            list(terms) if old is None else [keep * a + b for a, b in zip(old, terms, strict=True)]
+            terms if old is None else [keep * a + b for a, b in zip(old, terms, strict=True)]
         )
 
     def measured(self, work: StepWork) -> bool:
@@ -183,25 +218,35 @@ class CostFit:
         if self._unsolved and (self._unsolved >= _SOLVE_EVERY or self._steps <= _SOLVE_EVERY):
             self._multiples = self._solve()
             self._unsolved = 0
-        scale = self._slowness
-        return StepCost(*(scale * m * p for m, p in zip(self._multiples, self._prior, strict=True)))
+        prior = self._prior
+        fixed, token, position, sampled, *experts = (self._slowness * m for m in self._multiples)
+        return StepCost(
+            fixed=fixed * prior.fixed,
+            per_token=token * prior.per_token,
+            per_position=position * prior.per_position,
+            per_sampled=sampled * prior.per_sampled,
+            experts=experts[0] * prior.experts if experts else 0.0,
+            missed=prior.missed,
+        )
 
-    def _solve(self) -> tuple[float, ...]:
+    def _solve(self) -> list[float]:
         sums = np.sum(list(self._sizes.values()), axis=0)
-        products = np.zeros((_PARTS, _PARTS))
-        products[np.triu_indices(_PARTS)] = sums[:10]
+        parts = self._parts
+        products = np.zeros((parts, parts))
+        products[np.triu_indices(parts)] = sums[:-parts]
         products = np.triu(products) + np.triu(products, 1).T
-        targets = sums[10:]
+        targets = sums[-parts:]
         # The prior's proportions at the measured size: the best multiple of the prior.
         multiple = targets.sum() / products.sum()
         doubt = _PRIOR_WEIGHT / multiple**2
-        products += doubt * np.eye(_PARTS)
+        products += doubt * np.eye(parts)
         targets = targets + doubt * multiple
         # Exact non-negative least squares: the best of all solutions with some parts held at zero.
-        held = ~_SUBSETS
+        held = self._held
         systems = np.where(held[:, :, None] | held[:, None, :], 0.0, products)
-        systems[:, range(_PARTS), range(_PARTS)] += held
+        systems[:, range(parts), range(parts)] += held
         solutions = np.linalg.solve(systems, np.where(held, 0.0, targets)[:, :, None])[:, :, 0]
         loss = np.einsum("ni,ij,nj->n", solutions, products, solutions) - 2 * solutions @ targets
         loss[(solutions < 0).any(axis=1)] = np.inf
-        return tuple(solutions[np.argmin(loss)].tolist())
+        found: list[float] = solutions[np.argmin(loss)].tolist()
+        return found
