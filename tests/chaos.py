@@ -75,7 +75,7 @@ async def pause(
     while engine.snapshot.steps < steps + options.tokens // 2:
         await asyncio.sleep(0.01)
     send(engine._running.processes._processes[-1].process.pid, signal.SIGKILL)
-    harm.faults["kill", "last"] += 1
+    harm.note("kill", "last")
     await asyncio.gather(*streams)
     return account
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from contextlib import suppress
@@ -32,6 +33,11 @@ class Harm:
     def now(self) -> float:
         """In seconds that somebody could have done anything in."""
         return time.monotonic() - self.frozen_s
+
+    def note(self, fault: str, place: str) -> None:
+        """Count it, and say so, between the engine's own lines."""
+        self.faults[fault, place] += 1
+        print(f"fault {self.faults.total()}: {fault}: {place}", file=sys.stderr)
 
     def __str__(self) -> str:
         places = ["first", "middle", "last", "all"]
@@ -90,7 +96,7 @@ class Disturbance:
             case "freeze":
                 self._freeze([rank.process.pid for rank in ranks])
         place = "all" if kind == "freeze" else place_of(victim.number, len(ranks))
-        self.harm.faults[kind + when, place] += 1
+        self.harm.note(kind + when, place)
 
     def _freeze(self, stages: list[int]) -> None:
         """This process, which has the engine, and the stages; for longer than a stall may take."""

@@ -121,7 +121,8 @@ def test_a_pause_is_the_longest_time_between_two_outputs() -> None:
 def test_stages_are_told_apart() -> None:
     assert [place_of(rank, 3) for rank in range(3)] == ["first", "middle", "last"]
     harm = Harm()
-    harm.faults["kill", "middle"] += 2
+    harm.note("kill", "middle")
+    harm.note("kill", "middle")
     assert str(harm).splitlines()[1].split() == ["kill", "0", "2", "0", "0"]
 
 
