@@ -123,6 +123,7 @@ class Soak:
                 answer_s=options.answer_s,
             )
 
+        _say(f"{options.cases} requests one by one")
         asyncio.run(ask_all())
         asyncio.run(self._under_load(min(20.0, options.seconds / 6), deaths=1))
         self._wait_until_idle()
@@ -145,6 +146,7 @@ class Soak:
 
     def finish(self) -> list[str]:
         """End the server, and tell all that was not as it must be."""
+        _say("the end")
         self._look_at_counters()
         account, process = self.load.account, self.server.command.process
         self.problems += account.lost + account.wrong
@@ -177,6 +179,7 @@ class Soak:
         )
 
     async def _under_load(self, seconds: float, deaths: int) -> None:
+        _say(f"load for {seconds:.0f} s, with {deaths} deaths")
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(self.load.run(self.options.concurrency, seconds))
             tasks.create_task(self._kill(deaths, seconds / (deaths + 1)))
@@ -187,11 +190,13 @@ class Soak:
     async def _kill(self, deaths: int, every_s: float) -> None:
         for _ in range(deaths):
             await asyncio.sleep(every_s)
-            while not (victims := [p for n, p in stages(self.server).items() if n != self.spared]):
+            while not (victims := [s for s in stages(self.server).items() if s[0] != self.spared]):
                 await asyncio.sleep(0.1)
+            name, process = self.random.choice(victims)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.random.choice(victims), signal.SIGKILL)
+                os.kill(process, signal.SIGKILL)
                 self.deaths += 1
+                _say(f"death {self.deaths}: {name}")
 
     def _wait_until_idle(self) -> None:
         """Slots, blocks and steps must come back."""
@@ -234,6 +239,10 @@ def soaked_server(options: SoakOptions, *more_planted: str) -> Iterator[Soak]:
             TMPDIR=str(temporary),
         ) as server:
             yield Soak(options, server, planted, temporary, Random(options.seed))
+
+
+def _say(what: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
 
 
 def main() -> int:
