@@ -13,7 +13,6 @@ that paused them.
 
 import argparse
 import asyncio
-import faulthandler
 import os
 import signal
 import tempfile
@@ -26,13 +25,13 @@ from chaos_load import Account, Case, ask_on, make_cases, stream
 from disturbance import Disturbance, Harm, send
 from faults import Faults, planted
 from headrace import AsyncLLM
-from headrace.signals import on_ending_signals, unwind
 from leftovers import files_left, processes_left
 from tiny_checkpoints import write_tiny_gguf
+from unattended import end_in_time
 
 # After the last fault, for the streams that still run.
 _END_S = 120.0
-# Beside the faults: starts, and all that must end. Then this process says where it is, and ends.
+# Beside the faults: starts, and all that must end.
 _SPARE_S = 600.0
 
 
@@ -124,8 +123,7 @@ def main() -> int:
     parser.add_argument("--stall-timeout", type=float, default=5.0)
     parser.add_argument("--pause", action="store_true")
     options = parser.parse_args()
-    on_ending_signals(unwind)
-    faulthandler.dump_traceback_later(60 * options.minutes + _SPARE_S, exit=True)
+    end_in_time(60 * options.minutes + _SPARE_S)
     # Paths of sockets are limited to a hundred characters.
     with tempfile.TemporaryDirectory(prefix="hr-") as folder:
         planted_in, temporary = Path(folder) / "planted", Path(folder) / "tmp"

@@ -28,7 +28,6 @@ from random import Random
 from census import COUNT
 from headrace.client import Client
 from headrace.serving.loop_watch import STOOD_STILL
-from headrace.signals import on_ending_signals, unwind
 from leftovers import files_left, processes_left
 from memory_watch import MemoryWatch
 from planted import plant
@@ -37,10 +36,13 @@ from serving.running_server import Server, check_standstills, running_server
 from serving.scrape import IDLE, scrape
 from serving.tiny_model import write_chat_model
 from soak_load import Case, Load, ask, make_cases
+from unattended import end_in_time
 
 # Seconds between two deaths; a shorter run has as many as it has quarters.
 _DEATH_EVERY_S = 120.0
 _END_TIMEOUT_S = 60.0
+# Beside the load: the start, the warm-up, and all that must end.
+_SPARE_S = 900.0
 # In the server's log: faults of its own.
 _FAULTS = re.compile(rf"Traceback|internal error|never retrieved|{STOOD_STILL}")
 # Time lines that are full at once, lest their filling be taken for a leak: it takes 12 MiB.
@@ -254,9 +256,8 @@ def main() -> int:
     parser.add_argument("--kv-cache-memory", default="1MiB")
     parser.add_argument("--concurrency", type=int, default=24)
     given = vars(parser.parse_args())
-    # The server ends with this process, also when that is told to end.
-    on_ending_signals(unwind)
     seconds = 60 * given.pop("minutes")
+    end_in_time(seconds + _SPARE_S)
     deaths = round(seconds / min(_DEATH_EVERY_S, seconds / 4)) - 1
     sample_s = min(SoakOptions.sample_s, seconds / 60)
     options = SoakOptions(seconds=seconds, deaths=deaths, sample_s=sample_s, **given)
