@@ -84,3 +84,11 @@ def test_a_files_model_starts_without_torch_and_transformers() -> None:
         "sys.exit(bool({'torch', 'transformers', 'jinja2'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_nothing_imports_ray_unless_it_is_asked_for() -> None:
+    """It is optional, and starts threads."""
+    code = "import sys, headrace.cli, headrace.deployment.start; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    users = [file.name for file in FILES if any(m.split(".")[0] == "ray" for m in imports_of(file))]
+    assert users == ["ray_hosts.py"]

@@ -8,11 +8,12 @@ from headrace.engine.prefill_policy import PrefillPolicyName
 from headrace.errors import UsageError
 from headrace.protocol.messages import LinkEmulation
 from headrace.sampling_params import MAX_SEED
-from headrace.setting import Setting, check_settings, size_in_bytes
+from headrace.setting import Setting, check_settings, declared_settings, size_in_bytes
 
 _MAX_NUM_SEQS = 256
 # Where the engine's host waits for others, unless it is told otherwise.
 DEFAULT_PORT = 29501
+_SAID_BY_RAY = ("node_rank", "master_addr", "interface", "cluster_key_file")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +123,13 @@ class EngineConfig:
         int,
         Setting("Base of the random numbers of requests without a seed.", least=0, most=MAX_SEED),
     ] = 0
+    distributed_executor_backend: Annotated[
+        Literal["mp", "ray"],
+        Setting(
+            "mp: stages run here, and on hosts that join; ray: on nodes of the Ray cluster that "
+            "this host belongs to (none is started): as many as --nnodes says, or one a stage."
+        ),
+    ] = "mp"
     nnodes: Annotated[int, Setting("Hosts that the stages run on.", least=1)] = 1
     node_rank: Annotated[int, Setting("Which of them this one is; 0 has the engine.", least=0)] = 0
     master_addr: Annotated[
@@ -202,13 +210,16 @@ class EngineConfig:
         self._check_hosts()
 
     def _check_hosts(self) -> None:
+        on_ray = self.distributed_executor_backend == "ray"
+        if on_ray:
+            self._check_ray()
         if self.node_rank >= self.nnodes:
             raise UsageError(
                 f"--node-rank {self.node_rank} must be less than --nnodes {self.nnodes}"
             )
-        if self.nnodes == 1:
+        if self.nnodes == 1 and not on_ray:
             return
-        if self.cluster_key_file is None:
+        if self.cluster_key_file is None and not on_ray:
             raise UsageError(
                 f"--nnodes {self.nnodes} needs --cluster-key-file, which lets the hosts in: "
                 "headrace key FILE makes one; copy it to every host"
@@ -219,10 +230,19 @@ class EngineConfig:
                 f"--pipeline-parallel-size is {self.pipeline_parallel_size}"
             )
         if self.link_backend == "gloo":
+            hosts = "--distributed-executor-backend ray" if on_ray else f"--nnodes {self.nnodes}"
             raise UsageError(
-                f"--nnodes {self.nnodes} goes with links of Headrace's own, not with "
+                f"{hosts} goes with links of Headrace's own, not with "
                 "--link-backend gloo, which lets strangers in"
             )
+
+    def _check_ray(self) -> None:
+        for declared in declared_settings(EngineConfig).values():
+            if declared.name in _SAID_BY_RAY and getattr(self, declared.name) != declared.default:
+                raise UsageError(
+                    f"{declared.flag} does not go with --distributed-executor-backend ray, which "
+                    "says it by itself"
+                )
 
     @classmethod
     def of(cls, user: str, model: "str | EngineConfig", settings: dict[str, Any]) -> "EngineConfig":

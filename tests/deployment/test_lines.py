@@ -14,9 +14,12 @@ from headrace.host.network import Interface
 from headrace.pipeline import line
 from headrace.pipeline.line import take_part
 from headrace.protocol.cluster import AnswerLine, LineOpen, MeasureLine, ToldOfLine
-from machines import FOUR_CORES
+from machines import FOUR_CORES, speed
 
-EVERYBODY = [replace(FOUR_CORES, name=name, address="127.0.0.1") for name in ("ada", "bob", "eve")]
+EVERYBODY = [
+    replace(FOUR_CORES, name=name, address="127.0.0.1", speed=speed(1))
+    for name in ("ada", "bob", "eve")
+]
 HERE = Interface("lo", "127.0.0.1")
 SECRET = Secret(b"\3" * 32)
 

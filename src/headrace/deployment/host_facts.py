@@ -13,10 +13,15 @@ from headrace.protocol.hosts import HostFacts, HostSpeed
 
 
 def read_host_facts(
-    address: str, files: ModelFiles | None, check: Callable[[], None] = lambda: None
+    address: str,
+    files: ModelFiles | None,
+    check: Callable[[], None] = lambda: None,
+    *,
+    computes: bool = True,
 ) -> HostFacts:
     """All about this host. address: by which others reach it. files: the model's, if it has them.
-    check: called once a second or more often, may raise.
+    check: called once a second or more often, may raise. computes: whether it is to have stages;
+    else its speed is not measured.
 
     Takes some seconds, most of them to load torch in a process of its own. Raises ModelError for
     files that are missing or damaged, PipelineError if that process fails.
@@ -25,7 +30,7 @@ def read_host_facts(
     return msgspec.structs.replace(
         host,
         address=address,
-        speed=measure_speed(host.cores, check),
+        speed=measure_speed(host.cores, check) if computes else None,
         weights=None if files is None else weights_digest(files),
     )
 

@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class HostMeeting:
-    """The hosts that have met. cluster: what they are, this one first. run: the secret of this run,
-    known to its ranks alone."""
+    """The hosts that have met. cluster: what they were then, this one first. run: the secret of
+    this run, known to its ranks alone."""
 
     hosts: Hosts
     cluster: Cluster
@@ -38,8 +38,10 @@ class HostMeeting:
 
     def links_of(self, rank: int, nodes: tuple[int, ...], encrypted: bool) -> HostLinks:
         """How the rank meets those on other hosts. nodes: by rank."""
-        address = self.cluster.hosts[nodes[rank]].address
-        return HostLinks(list(nodes), address, self.run.value, encrypted)
+        node = nodes[rank]
+        # Another host may have come again in another place.
+        host = self.hosts.facts(node).host if node else self.cluster.hosts[0]
+        return HostLinks(list(nodes), host.address, self.run.value, encrypted)
 
 
 def meet_hosts(config: EngineConfig, check: Callable[[], None]) -> HostMeeting:
@@ -61,10 +63,36 @@ def meet_hosts(config: EngineConfig, check: Callable[[], None]) -> HostMeeting:
         "waiting at %s:%d (%s) for %d other hosts%s",
         *(here.address, port, here, config.nnodes - 1, _others(here)),
     )
-    hosts = Hosts(door, secret, _layout(config), config.model)
+    address = door.address.removeprefix("tcp://")
+    hosts = Hosts(
+        door,
+        secret,
+        _layout(config),
+        config.model,
+        how_to_join=f"start `headrace join {address} --cluster-key-file ...` there, with a copy of "
+        "this host's key, and let it through the firewall",
+    )
+
+    return meet(hosts, config, secret, here, check)
+
+
+def meet(
+    hosts: Hosts,
+    config: EngineConfig,
+    secret: Secret,
+    here: Interface,
+    check: Callable[[], None],
+    *,
+    computes: bool = True,
+) -> HostMeeting:
+    """Wait until all hosts are there, and see whether they fit together.
+
+    here: where they join. check: as above. computes: whether the engine's host is to have stages,
+    too. Raises StartError and what hosts report; the hosts are closed then.
+    """
     try:
         files = locate_model(config.model)
-        own = read_host_facts(here.address, files, check)
+        own = read_host_facts(here.address, files, check, computes=computes)
         facts = hosts.wait_joined(config.join_timeout, check)
         everybody = (own, *(fact.host for fact in facts))
         _check(hosts, everybody, config.send_weights)

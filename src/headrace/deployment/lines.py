@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import Protocol
 
+from headrace.deployment.machine import Cluster
 from headrace.errors import StartError
 from headrace.host.cluster_key import Secret
 from headrace.host.network import Interface
@@ -55,7 +56,7 @@ def measure_lines(
     encrypted: bool,
     check: Callable[[], None],
 ) -> dict[tuple[int, int], LinkFigures]:
-    """Of each host to each other, by their numbers.
+    """Of each host that has stages to each other, by their numbers.
 
     everybody: the hosts, this one, reached by the interface `here`, first. secret: for this alone.
     encrypted: or only authenticated, as the edges are going to be. check: called once a second or
@@ -65,7 +66,7 @@ def measure_lines(
     """
     began = time.monotonic()
     found = {}
-    for sender, receiver in permutations(range(len(everybody)), 2):
+    for sender, receiver in permutations(Cluster(hosts=tuple(everybody)).computing, 2):
         name = f"line from host {sender} to host {receiver}"
         key = (name, secret.value, encrypted)
         answering = _order(hosts, here, receiver, AnswerLine(*key))

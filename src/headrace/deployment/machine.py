@@ -28,6 +28,13 @@ class Cluster:
         """Whether it is one host that never had others: nobody asked how fast it is."""
         return len(self.hosts) == 1 and self.hosts[0].speed is None
 
+    @property
+    def computing(self) -> tuple[int, ...]:
+        """The numbers of those that have stages."""
+        if self.alone:
+            return (0,)
+        return tuple(number for number, host in enumerate(self.hosts) if host.speed is not None)
+
 
 def read_machine() -> Cluster:
     """This machine alone, as it is now."""

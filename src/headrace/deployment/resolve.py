@@ -5,7 +5,8 @@ it out, and everybody else reads it from the deployment.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Literal
 
 from headrace.config import EngineConfig
@@ -137,11 +138,19 @@ def _placement(
     costs = layer_costs(sizes)
     if cluster.alone:
         return Placement((0,) * num_stages, tuple(layers or balanced_layers(num_stages, costs)))
-    hosts = capacities(cluster.hosts, dtype, _ELEMENT_SIZES[dtype])
+    numbers = cluster.computing
+    hosts = capacities([cluster.hosts[number] for number in numbers], dtype, _ELEMENT_SIZES[dtype])
     if layers is not None:
-        return place_partition(layers, hosts, need)
-    hops = hop_seconds(cluster.links, sizes.hidden_size, _ELEMENT_SIZES[dtype])
-    return place_stages(num_stages, hosts, hops, costs, need)
+        placement = place_partition(layers, hosts, need)
+    else:
+        links = {
+            (a, b): cluster.links[ends]
+            for (a, b) in permutations(range(len(numbers)), 2)
+            if (ends := (numbers[a], numbers[b])) in cluster.links
+        }
+        hops = hop_seconds(links, sizes.hidden_size, _ELEMENT_SIZES[dtype])
+        placement = place_stages(num_stages, hosts, hops, costs, need)
+    return replace(placement, hosts=tuple(numbers[host] for host in placement.hosts))
 
 
 def _cpus(config: EngineConfig, cluster: Cluster, placement: Placement) -> tuple[StageCpus, ...]:
@@ -184,7 +193,8 @@ def _max_model_len(config: EngineConfig, model: ModelSizes) -> int:
 def _dtype(config: EngineConfig, model: ModelSizes, cluster: Cluster) -> Dtype:
     if config.dtype != "auto":
         return config.dtype
-    fast = all(host.computes_bfloat16 or host.native_kernels for host in cluster.hosts)
+    hosts = [cluster.hosts[number] for number in cluster.computing]
+    fast = all(host.computes_bfloat16 or host.native_kernels for host in hosts)
     return "bfloat16" if model.dtype != "float32" and fast else "float32"
 
 

@@ -21,6 +21,7 @@ from headrace.deployment.resolve import Deployment, resolve
 from headrace.engine.engine import Engine
 from headrace.engine.prefill_order import PrefillOrder
 from headrace.engine.recorder import Recorder
+from headrace.errors import UsageError
 from headrace.pipeline.launch import RankProcesses
 from headrace.protocol.messages import Loading
 
@@ -67,7 +68,7 @@ def launch(
     """
     began = time.monotonic()
     watch = watch or StartWatch()
-    meeting = None if config.nnodes == 1 else meet_hosts(config, watch.check)
+    meeting = _meeting(config, watch.check)
     cluster = read_machine() if meeting is None else meeting.cluster
     try:
         deployment = resolve(config, read_model(config), cluster)
@@ -79,6 +80,23 @@ def launch(
             meeting.hosts.close()
         raise
     return replace(running, card=replace(running.card, load_s=time.monotonic() - began))
+
+
+def _meeting(config: EngineConfig, check: Callable[[], None]) -> HostMeeting | None:
+    """Of the hosts, where there are several."""
+    if config.distributed_executor_backend == "ray":
+        try:
+            # Only here, since nobody else needs it.
+            from headrace.deployment.ray_hosts import meet_hosts_on_ray
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != "ray":
+                raise
+            raise UsageError(
+                "--distributed-executor-backend ray needs Ray, which is not installed: "
+                "pip install 'headrace[ray]'"
+            ) from error
+        return meet_hosts_on_ray(config, check)
+    return None if config.nnodes == 1 else meet_hosts(config, check)
 
 
 def start(

@@ -285,7 +285,9 @@ class _Session:
 
     def _start(self, awaited: AwaitedRank, model_path: str) -> None:
         order = awaited.order
-        cpus = StageCpus(order.cpus, order.threads)
+        # None, if this host came in the place of another that had other cores.
+        here = set(order.cpus) <= os.sched_getaffinity(0)
+        cpus = StageCpus(order.cpus if here else [], order.threads)
         process = start_rank_process(order.rank, cpus, self._folder.path, os.environ)
         rank = _Rank(
             order.life,

@@ -106,9 +106,21 @@ class _Node:
 class Hosts:
     """The hosts beside this one, by their node ranks, from 1. Always close() it."""
 
-    def __init__(self, door: Door, secret: Secret, layout: Layout, model: str) -> None:
-        """door: where they connect. model: as they find it, unless they are told otherwise."""
+    def __init__(
+        self,
+        door: Door,
+        secret: Secret,
+        layout: Layout,
+        model: str,
+        *,
+        how_to_join: str,
+        on_closed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """door: where they connect. model: as they find it, unless they are told otherwise.
+        how_to_join: what to do about one that is missing. on_closed: called once they were told
+        that the engine has ended."""
         self._door, self._layout, self._model = door, layout, model
+        self._how_to_join, self._on_closed = how_to_join, on_closed
         self._context = zmq.Context()
         self._gate = Gate(self._context)
         self._router = self._context.socket(zmq.ROUTER)
@@ -155,6 +167,12 @@ class Hosts:
     def refuse(self, reason: str) -> None:
         """Tell all hosts that they cannot take part."""
         self._order(lambda: self._tell_all(Refused(reason)))
+
+    def facts(self, node: int) -> Facts:
+        """What a host that has joined was when it last did."""
+        facts = self._nodes[node].facts
+        assert facts is not None
+        return facts
 
     def start_rank(self, node: int, rank: int, cpus: StageCpus, folder: Path) -> RemoteProcess:
         """Have it started there, at once or when the host is there again.
@@ -225,6 +243,7 @@ class Hosts:
             self._sender.close()
         self._context.term()
         self._wake.close()
+        self._on_closed()
 
     def _who_is_missing(self, missing: list[_Node], timeout_s: float) -> str:
         connected = [node for node in missing if node.joined]
@@ -235,9 +254,7 @@ class Hosts:
         address = self._door.address.removeprefix("tcp://")
         return (
             f"no host with --node-rank {numbers} of {self._layout.nnodes} hosts (--nnodes) joined "
-            f"at {address} within {timeout_s:g} s: start `headrace join {address} "
-            "--cluster-key-file ...` there, with a copy of this host's key, and let it through the "
-            "firewall"
+            f"at {address} within {timeout_s:g} s: {self._how_to_join}"
         )
 
     def _order(self, order: Callable[[], None]) -> None:
@@ -384,8 +401,13 @@ class Hosts:
             *(node.number, again, facts.host.label),
             "; it runs stages from the next restart on" if spare else "",
         )
+        elsewhere = before is not None and before.host.address != facts.host.address
         for relay in list(node.relays.values()):
-            self._start(node, relay)
+            if elsewhere:
+                # What waits to be sent to the rank is of where the host was before.
+                self._remove(node, relay, -signal.SIGKILL, f"the host is {facts.host.label} now")
+            else:
+                self._start(node, relay)
 
     def _add(self, node_number: int, relay: _Relay) -> None:
         node = self._nodes[node_number]
