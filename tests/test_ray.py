@@ -5,6 +5,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -66,22 +67,30 @@ class RayCluster:
         self.address: str = self.cluster.address
 
     def add_node(self, number: int, **environment: str) -> Any:
-        """One with one core. environment: of what runs there."""
+        """One with two cores. environment: of what runs there."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(*self.mark.variable)
             for name, value in environment.items():
                 patch.setenv(name, value)
             address = f"127.0.0.{FIRST + number}"
-            return self.cluster.add_node(num_cpus=1, node_ip_address=address)
+            return self.cluster.add_node(num_cpus=2, node_ip_address=address)
 
     def actors(self) -> list[psutil.Process]:
         """The processes of those that live."""
-        processes = [psutil.Process(pid) for pid in self.mark.processes()]
-        return [p for p in processes if p.cmdline()[0].startswith("ray::AgentActor")]
+        return self._running("ray::AgentActor")
 
     def stages(self) -> list[psutil.Process]:
-        processes = [psutil.Process(pid) for pid in self.mark.processes()]
-        return [p for p in processes if "headrace.pipeline.stage_process" in p.cmdline()]
+        return self._running("headrace.pipeline.stage_process")
+
+    def _running(self, what: str) -> list[psutil.Process]:
+        found = []
+        for pid in self.mark.processes():
+            # It may end at any moment.
+            with suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if any(argument.startswith(what) for argument in process.cmdline()):
+                    found.append(process)
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -129,12 +138,13 @@ def test_what_ray_says_by_itself_is_not_said_by_flags(
 
 
 @needs_ray
+@pytest.mark.parametrize("stages", [2, 3])
 def test_stages_on_nodes_of_ray_give_the_tokens_of_one_host(
-    model: str, alone: list[list[int]], cluster: RayCluster
+    model: str, alone: list[list[int]], cluster: RayCluster, stages: int
 ) -> None:
-    with on_ray(model) as llm:
+    with on_ray(model, pipeline_parallel_size=stages, nnodes=2) as llm:
         assert tokens(llm) == alone
-        # One on each node that has a core.
+        # One on each node that has cores.
         assert len(cluster.actors()) == 2
         assert len({stage.ppid() for stage in cluster.stages()}) == 2
     wait_until(lambda: not cluster.actors() and not cluster.stages())
@@ -175,10 +185,10 @@ def test_nodes_that_are_missing_are_told_with_those_there_are(
     model: str, cluster: RayCluster
 ) -> None:
     with pytest.raises(StartError) as error:
-        on_ray(model, pipeline_parallel_size=3, cpu_threads=2, join_timeout=1.0)
-    assert "Ray did not find 3 nodes with 2 free CPUs each" in str(error.value)
+        on_ray(model, pipeline_parallel_size=3, cpu_threads=3, join_timeout=1.0)
+    assert "Ray did not find 3 nodes with 3 free CPUs each" in str(error.value)
     assert "127.0.0.2 with 0" in str(error.value)
-    assert "2 CPUs are free" in str(error.value)
+    assert "4 CPUs are free" in str(error.value)
 
 
 # Python runs it first in each process of a node: what actors find there.
