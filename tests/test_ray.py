@@ -1,6 +1,7 @@
 """Ray: a real cluster of two nodes, here both on loopback."""
 
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -10,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -42,6 +44,15 @@ def alone(model: str) -> list[list[int]]:
 
 def tokens(llm: LLM) -> list[list[int]]:
     return [answer.outputs[0].token_ids for answer in llm.generate(PROMPTS, PARAMS)]
+
+
+def completed(url: str, prompt: list[int]) -> list[int]:
+    """The tokens of a server's answer."""
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": PARAMS.max_tokens}
+    body |= {"ignore_eos": True, "logprobs": 1, "return_tokens_as_token_ids": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0).json()
+    found = answer["choices"][0]["logprobs"]["tokens"]
+    return [int(token.removeprefix("token_id:")) for token in found]
 
 
 def on_ray(model: str, **settings: Any) -> LLM:
@@ -98,6 +109,8 @@ def cluster() -> Iterator[RayCluster]:
     # Its sockets' names have to be short.
     folder = Path(tempfile.mkdtemp(prefix="ray-"))
     (folder / "ray").mkdir()
+    # Ray's nodes put their own in its place.
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", str(folder))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -108,7 +121,8 @@ def cluster() -> Iterator[RayCluster]:
             yield cluster
         finally:
             cluster.cluster.shutdown()
-            assert cluster.mark.processes() == []
+            signal.signal(signal.SIGTERM, on_sigterm)
+            wait_until(lambda: not cluster.mark.processes())
             shutil.rmtree(folder)
 
 
@@ -138,44 +152,14 @@ def test_what_ray_says_by_itself_is_not_said_by_flags(
 
 
 @needs_ray
-@pytest.mark.parametrize("stages", [2, 3])
-def test_stages_on_nodes_of_ray_give_the_tokens_of_one_host(
-    model: str, alone: list[list[int]], cluster: RayCluster, stages: int
-) -> None:
-    with on_ray(model, pipeline_parallel_size=stages, nnodes=2) as llm:
-        assert tokens(llm) == alone
-        # One on each node that has cores.
-        assert len(cluster.actors()) == 2
-        assert len({stage.ppid() for stage in cluster.stages()}) == 2
-    wait_until(lambda: not cluster.actors() and not cluster.stages())
-
-
-@needs_ray
-def test_an_actor_that_is_killed_is_created_anew_and_nothing_is_lost(
+def test_a_server_completes_as_one_host_does_and_takes_its_actors_with_it(
     model: str, alone: list[list[int]], cluster: RayCluster
 ) -> None:
-    with on_ray(model) as llm:
-        cluster.actors()[0].kill()
-        assert tokens(llm) == alone
-        assert len(cluster.actors()) == 2
-
-
-@needs_ray
-def test_a_node_that_is_gone_gives_its_place_to_another_and_nothing_is_lost(
-    model: str, alone: list[list[int]], cluster: RayCluster
-) -> None:
-    with on_ray(model) as llm:
-        cluster.nodes.append(cluster.add_node(3))
-        cluster.cluster.remove_node(cluster.nodes.pop(0), allow_graceful=False)
-        assert tokens(llm) == alone
-        assert len(cluster.actors()) == 2
-
-
-@needs_ray
-def test_an_engine_that_is_killed_takes_its_actors_with_it(model: str, cluster: RayCluster) -> None:
-    ray = ("-pp", "2", "--distributed-executor-backend", "ray")
+    ray = ("-pp", "2", "--dtype", "float32", "--distributed-executor-backend", "ray")
     with running_server(model, *ray, RAY_ADDRESS=cluster.address) as server:
         assert len(cluster.stages()) == 2
+        for prompt, expected in zip(PROMPTS, alone, strict=True):
+            assert completed(server.url, prompt["prompt_token_ids"]) == expected
         server.command.process.kill()
         wait_until(lambda: not cluster.actors() and not cluster.stages())
 
@@ -189,6 +173,17 @@ def test_nodes_that_are_missing_are_told_with_those_there_are(
     assert "Ray did not find 3 nodes with 3 free CPUs each" in str(error.value)
     assert "127.0.0.2 with 0" in str(error.value)
     assert "4 CPUs are free" in str(error.value)
+
+
+@needs_ray
+def test_what_a_program_does_at_sigterm_is_left_as_it_was(model: str, cluster: RayCluster) -> None:
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(StartError):
+            on_ray(model, pipeline_parallel_size=3, cpu_threads=3, join_timeout=1.0)
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # Python runs it first in each process of a node: what actors find there.
@@ -222,3 +217,58 @@ def test_a_cluster_that_is_not_there_is_told(model: str, monkeypatch: pytest.Mon
         StartError, match=r"no Ray cluster can be reached at RAY_ADDRESS 127\.0\.0\.9:"
     ):
         on_ray(model)
+
+
+@pytest.fixture(scope="module")
+def llm(model: str, cluster: RayCluster) -> Iterator[LLM]:
+    """Three stages on two nodes, for the tests from here on: starts take long. Its program has
+    connected to Ray by itself."""
+    import ray
+
+    ray.init(cluster.address, log_to_driver=False)
+    try:
+        with on_ray(model, pipeline_parallel_size=3, nnodes=2) as llm:
+            yield llm
+    finally:
+        ray.shutdown()
+
+
+@needs_ray
+def test_stages_on_nodes_of_ray_give_the_tokens_of_one_host(
+    alone: list[list[int]], cluster: RayCluster, llm: LLM
+) -> None:
+    assert tokens(llm) == alone
+    # One on each node that has cores.
+    assert len(cluster.actors()) == 2
+    assert len({stage.ppid() for stage in cluster.stages()}) == 2
+
+
+@needs_ray
+def test_an_actor_that_is_killed_is_created_anew_and_nothing_is_lost(
+    alone: list[list[int]], cluster: RayCluster, llm: LLM
+) -> None:
+    cluster.actors()[0].kill()
+    assert tokens(llm) == alone
+    assert len(cluster.actors()) == 2
+    assert len(cluster.stages()) == 3
+
+
+@needs_ray
+def test_a_node_that_is_gone_gives_its_place_to_another_and_nothing_is_lost(
+    alone: list[list[int]], cluster: RayCluster, llm: LLM
+) -> None:
+    cluster.nodes.append(cluster.add_node(3))
+    cluster.cluster.remove_node(cluster.nodes.pop(0), allow_graceful=False)
+    assert tokens(llm) == alone
+    assert len(cluster.actors()) == 2
+
+
+@needs_ray
+def test_an_engine_that_is_closed_gives_back_all_but_a_connection_that_was_there(
+    cluster: RayCluster, llm: LLM
+) -> None:
+    import ray
+
+    llm.close()
+    wait_until(lambda: not cluster.actors() and not cluster.stages())
+    wait_until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])

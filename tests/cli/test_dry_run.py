@@ -56,3 +56,10 @@ def test_a_dry_run_of_several_hosts_says_what_it_cannot_know(tmp_path: Path) -> 
     assert json.loads(finished.out)["ranks"]
     assert "what the other 1 of --nnodes 2 have" in finished.err
     assert "is known once they have joined" in finished.err
+
+
+def test_a_dry_run_on_ray_needs_no_cluster_and_says_what_it_cannot_know() -> None:
+    finished = run(*SERVE, "--distributed-executor-backend", "ray", "--dry-run", "--json")
+    assert finished.code == 0
+    assert json.loads(finished.out)["ranks"]
+    assert "which nodes Ray gives" in finished.err

@@ -56,6 +56,12 @@ def test_several_processes_a_host_are_refused() -> None:
         take_from_torchrun(dict(DEFAULTS), DEFAULTS, {**TORCHRUN, "LOCAL_WORLD_SIZE": "4"})
 
 
+def test_ray_is_refused_since_it_would_start_on_each_host() -> None:
+    engine: dict[str, Any] = {**DEFAULTS, "distributed_executor_backend": "ray"}
+    with pytest.raises(UsageError, match="ray does not go with torchrun"):
+        take_from_torchrun(engine, DEFAULTS, TORCHRUN)
+
+
 def test_nonsense_is_refused() -> None:
     with pytest.raises(UsageError, match="no numbers"):
         take_from_torchrun(dict(DEFAULTS), DEFAULTS, {**TORCHRUN, "GROUP_RANK": "one"})

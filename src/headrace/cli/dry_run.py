@@ -22,7 +22,13 @@ def print_deployment(config: EngineConfig, *, as_json: bool) -> None:
     """
     deployment = resolve(config, read_model(config), read_machine())
     decided = describe(deployment)
-    if config.nnodes > 1:
+    if config.distributed_executor_backend == "ray":
+        print(
+            "this is for this host alone: which nodes Ray gives, what they have, and what the lines "
+            "between them can do, is known once it starts; stages and layers are then placed anew",
+            file=sys.stderr,
+        )
+    elif config.nnodes > 1:
         print(
             f"this is for this host alone: what the other {config.nnodes - 1} of --nnodes "
             f"{config.nnodes} have, and what the lines between them can do, is known once they "

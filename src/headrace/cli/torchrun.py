@@ -22,6 +22,11 @@ def take_from_torchrun(
     told = any(engine[name] != defaults[name] for name in _VARIABLES)
     if told or not {*_VARIABLES.values(), _PORT} <= environment.keys():
         return None
+    if engine["distributed_executor_backend"] == "ray":
+        raise UsageError(
+            "--distributed-executor-backend ray does not go with torchrun, which starts it on each "
+            "host: Ray places the stages, so start it once, without torchrun"
+        )
     if (local := environment.get("LOCAL_WORLD_SIZE", "1")) != "1":
         raise UsageError(
             f"torchrun starts {local} processes on each host: give it --nproc-per-node 1, Headrace "

@@ -72,7 +72,6 @@ def meet_hosts(config: EngineConfig, check: Callable[[], None]) -> HostMeeting:
         how_to_join=f"start `headrace join {address} --cluster-key-file ...` there, with a copy of "
         "this host's key, and let it through the firewall",
     )
-
     return meet(hosts, config, secret, here, check)
 
 
