@@ -24,8 +24,9 @@ def print_deployment(config: EngineConfig, *, as_json: bool) -> None:
     decided = describe(deployment)
     if config.distributed_executor_backend == "ray":
         print(
-            "this is for this host alone: which nodes Ray gives, what they have, and what the lines "
-            "between them can do, is known once it starts; stages and layers are then placed anew",
+            "this is for this host alone: which nodes Ray gives, what they have, and what the "
+            "lines between them can do, is known once it starts; stages and layers are then placed "
+            "anew",
             file=sys.stderr,
         )
     elif config.nnodes > 1:
