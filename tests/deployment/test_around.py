@@ -99,3 +99,8 @@ def test_a_type_that_the_hosts_left_would_not_choose_stays() -> None:
     assert before.dtype == "float32"
     assert plan_around(before, {0: 8 << 30}).dtype == "float32"
     assert plan_around(replace(before, dtype="bfloat16"), {1: 8 << 30}).dtype == "bfloat16"
+
+
+def test_without_any_host_it_is_refused() -> None:
+    with pytest.raises(StartError, match="no host that could run stages is left"):
+        plan_around(deployed(2, [1.0, 1.0], [True, True]), {})

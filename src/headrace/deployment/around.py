@@ -7,6 +7,7 @@ from msgspec import structs
 
 from headrace.deployment.machine import Cluster
 from headrace.deployment.resolve import Deployment, resolve
+from headrace.errors import StartError
 
 
 def plan_around(deployment: Deployment, room: Mapping[int, int]) -> Deployment:
@@ -14,9 +15,11 @@ def plan_around(deployment: Deployment, room: Mapping[int, int]) -> Deployment:
 
     room: by the numbers of the hosts that are left, bytes of memory for their stages. What requests
     were told, or their tokens depend on, stays as it was: types and lengths. Raises StartError that
-    says what each host lacks if they have no room for all layers, UsageError for settings that do
-    not fit the hosts that are left.
+    says what each host lacks if they have no room for all layers, or that none is left, UsageError
+    for settings that do not fit the hosts that are left.
     """
+    if not room:
+        raise StartError("no host that could run stages is left")
     cluster, numbers = deployment.cluster, sorted(room)
     hosts = list(cluster.hosts)
     for number in numbers:

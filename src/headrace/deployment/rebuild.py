@@ -75,8 +75,9 @@ class Rebuild:
 
     @property
     def _there(self) -> Set[int]:
+        """Hosts that could run stages now."""
         assert self.meeting is not None
-        return set(range(len(self.deployment.cluster.hosts))) - self.meeting.hosts.away().keys()
+        return set(self.deployment.cluster.computing) - self.meeting.hosts.away().keys()
 
     def _names(self, nodes: Set[int]) -> str:
         hosts = self.deployment.cluster.hosts
