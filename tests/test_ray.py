@@ -259,10 +259,14 @@ def test_an_actor_that_is_killed_is_created_anew_and_nothing_is_lost(
 def test_a_node_that_is_gone_gives_its_place_to_another_and_nothing_is_lost(
     alone: list[list[int]], cluster: RayCluster, llm: LLM
 ) -> None:
+    before = set(cluster.actors())
     cluster.nodes.append(cluster.add_node(3))
     cluster.cluster.remove_node(cluster.nodes.pop(0), allow_graceful=False)
+    # Its actor ends when it has missed the node, which takes it a while.
+    wait_until(lambda: not before <= set(cluster.actors()))
     assert tokens(llm) == alone
     assert len(cluster.actors()) == 2
+    assert len(cluster.stages()) == 3
 
 
 @needs_ray
