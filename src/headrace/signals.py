@@ -7,7 +7,9 @@ shells tell it of one that died of the signal itself.
 import os
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -42,13 +44,17 @@ def unwind(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(exit_code(number))
 
 
+def unwinding() -> list[int]:
+    """The signals that unwind, as things stand: they raise between any two instructions."""
+    return [number for number in _ENDING if signal.getsignal(number) == unwind]
+
+
 class EndingSignals:
     """Gathers the signals, and interrupts nothing. numbers: those that came, in order."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
         self._listener: Callable[[], object] = lambda: None
-        on_ending_signals(self._take)
 
     def tell(self, listener: Callable[[], object]) -> None:
         """Call the listener at each from now on, in the main thread between any two of its
@@ -57,6 +63,35 @@ class EndingSignals:
         if self.numbers:
             listener()
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
+    def take(self, number: int, frame: FrameType | None) -> None:
+        """The handler of a signal that is to be gathered."""
         self.numbers.append(number)
         self._listener()
+
+
+@contextmanager
+def put_off(numbers: Iterable[int] = _ENDING) -> Iterator[EndingSignals]:
+    """Meanwhile gather these signals instead of what is done about them, which is done afterwards.
+
+    So nothing raises in the middle of what would be lost half made: a process or a socket that
+    nobody knows yet. Not for long: the user waits for it. Threads beside the main one need no such
+    thing, since no handler runs there; nothing changes for them. Nor for a signal without a handler
+    of Python's.
+    """
+    gathered = EndingSignals()
+    handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
+    try:
+        with ExitStack() as stack:
+            if threading.current_thread() is threading.main_thread():
+                for number in numbers:
+                    handler = signal.getsignal(number)
+                    if callable(handler):
+                        handlers[number] = handler
+                        # Before it is replaced: a handler that raises may run in between.
+                        stack.callback(signal.signal, number, handler)
+                        signal.signal(number, gathered.take)
+            yield gathered
+    finally:
+        # Also in the place of an error, which may have come of the same moment.
+        for number in gathered.numbers:
+            handlers[number](number, None)

@@ -1,10 +1,10 @@
 """`headrace bench serve`: a load on a running server, with the flags of vLLM's tool."""
 
-import asyncio
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -119,11 +119,14 @@ def serve(
         seed=seed,
     )
     client = Client(base_url or f"http://{host}:{port}", environment_api_key())
-    # Not at the top: it takes time that every command would pay.
+    # Not at the top: they take time that every command would pay.
     import uvloop
 
-    with progress() as say, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        load, run = runner.run(_measure(client, load, ready_check_timeout_sec, say))
+    from headrace.cli.coroutines import run_coroutine
+
+    with progress() as say:
+        measure = partial(_measure, client, load, ready_check_timeout_sec, say)
+        load, run = run_coroutine(measure, uvloop.new_event_loop)
     answer = {
         "backend": backend,
         "base_url": client.root,

@@ -1,6 +1,5 @@
 """`headrace chat`: talk to a model in this process, or to one on a server."""
 
-import asyncio
 import sys
 from collections.abc import Iterable
 from typing import Annotated, Any
@@ -62,6 +61,7 @@ def chat(
     from headrace.async_llm import AsyncLLM
     from headrace.cli.chat_answers import engine_answers, served_model, server_answers
     from headrace.cli.chat_session import Session
+    from headrace.cli.coroutines import run_coroutine
     from headrace.client import environment_api_key
     from headrace.conversation import check_chats
 
@@ -74,7 +74,7 @@ def chat(
     if url is not None and model is None:
         _refuse(context, engine, "--url: the server has its own")
         key = api_key or environment_api_key()
-        name = model_name or asyncio.run(served_model(url, key))
+        name = model_name or run_coroutine(lambda: served_model(url, key))
         return Session(server_answers(url, key, name, sampling), system_prompt).run()
     if model is None or url is not None:
         raise UsageError("chat needs a model (runs it here) or --url (of a server)")

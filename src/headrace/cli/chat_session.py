@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from headrace.checkpoint.chat_template import Message
 from headrace.cli.chat_answers import Answers
+from headrace.cli.coroutines import run_coroutine
 from headrace.errors import ServerError, UsageError
 
 _HELP = """\
@@ -76,7 +77,7 @@ class Session:
                         break
                     self._obey(name, rest.strip())
                 else:
-                    asyncio.run(self._turn(text))
+                    run_coroutine(partial(self._turn, text))
             except (UsageError, ServerError) as error:
                 well = False
                 _say("headrace: " + " ".join(str(error).split()))

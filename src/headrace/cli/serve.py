@@ -26,7 +26,7 @@ from headrace.serving.loading import EngineLoader
 from headrace.serving.open_files import raise_open_files
 from headrace.serving.settings import KEY_VARIABLE, ServerSettings
 from headrace.setting import declared_settings
-from headrace.signals import EndingSignals, exit_code
+from headrace.signals import EndingSignals, exit_code, on_ending_signals
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +93,7 @@ def serve(
 
     # Before the loader, whose thread nothing must leave alone.
     signals = EndingSignals()
+    on_ending_signals(signals.take)
     loader = EngineLoader(load)
     try:
         # Here, since all commands import this module, and meanwhile the stages load.

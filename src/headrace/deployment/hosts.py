@@ -4,6 +4,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from headrace.pipeline.weights_sender import WeightsSender
 from headrace.protocol.cluster import Facts, Layout
 from headrace.protocol.hosts import HostFacts
 from headrace.protocol.messages import HostLinks
+from headrace.signals import put_off
 
 _log = logging.getLogger(__name__)
 
@@ -64,15 +66,20 @@ def meet_hosts(config: EngineConfig, check: Callable[[], None]) -> HostMeeting:
         *(here.address, port, here, config.nnodes - 1, _others(here)),
     )
     address = door.address.removeprefix("tcp://")
-    hosts = Hosts(
-        door,
-        secret,
-        _layout(config),
-        config.model,
-        how_to_join=f"start `headrace join {address} --cluster-key-file ...` there, with a copy of "
-        "this host's key, and let it through the firewall",
-    )
-    return meet(hosts, config, secret, here, check)
+    with ExitStack() as undo:
+        with put_off():
+            hosts = Hosts(
+                door,
+                secret,
+                _layout(config),
+                config.model,
+                how_to_join=f"start `headrace join {address} --cluster-key-file ...` there, with a "
+                "copy of this host's key, and let it through the firewall",
+            )
+            undo.callback(hosts.close)
+        meeting = meet(hosts, config, secret, here, check)
+        undo.pop_all()
+    return meeting
 
 
 def meet(

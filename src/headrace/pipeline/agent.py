@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import msgspec
@@ -47,6 +48,7 @@ from headrace.protocol.cluster import (
     Welcome,
 )
 from headrace.protocol.messages import Loading
+from headrace.signals import put_off
 
 _log = logging.getLogger(__name__)
 
@@ -145,21 +147,26 @@ class _Session:
     _awaited: dict[int, AwaitedRank] = field(default_factory=dict)
 
     def __enter__(self) -> "_Session":
-        self._folder = EngineFolder()
-        self._master = self.context.socket(zmq.DEALER)
-        self._master.linger = 1000
-        self._poller = zmq.Poller()
-        self._poller.register(self._master, zmq.POLLIN)
-        self._weights = RankWeights(self.agent.secret)
-        self._poller.register(self._weights.fileno(), zmq.POLLIN)
+        # Whatever interrupts, nothing stays open: the context waits for its sockets.
+        with ExitStack() as undo:
+            with put_off():
+                self._folder = EngineFolder()
+                undo.callback(self._folder.remove)
+                self._master = self.context.socket(zmq.DEALER)
+                undo.callback(self._master.close)
+                self._master.linger = 1000
+                self._weights = RankWeights(self.agent.secret)
+                undo.callback(self._weights.close)
+                self._poller = zmq.Poller()
+                self._poller.register(self._master, zmq.POLLIN)
+                self._poller.register(self._weights.fileno(), zmq.POLLIN)
+            self._closing = undo.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         for number in [*self._ranks, *self._awaited]:
             self._forget(number)
-        self._weights.close()
-        self._master.close()
-        self._folder.remove()
+        self._closing.close()
 
     def connect(self, timeout_s: float) -> bool:
         """Whether the engine's host is there and has let this one in."""
@@ -288,18 +295,19 @@ class _Session:
         # None, if this host came in the place of another that had other cores.
         here = set(order.cpus) <= os.sched_getaffinity(0)
         cpus = StageCpus(order.cpus if here else [], order.threads)
-        process = start_rank_process(order.rank, cpus, self._folder.path, os.environ)
-        rank = _Rank(
-            order.life,
-            process,
-            self._connect(process.address),
-            self._connect(process.watch_address),
-        )
-        self._ranks[order.rank] = rank
-        self._poller.register(rank.control, zmq.POLLIN)
-        self._poller.register(rank.watch, zmq.POLLIN)
-        if process.death is not None:
-            self._poller.register(process.death.fileno(), zmq.POLLIN)
+        with put_off():
+            process = start_rank_process(order.rank, cpus, self._folder.path, os.environ)
+            rank = _Rank(
+                order.life,
+                process,
+                self._connect(process.address),
+                self._connect(process.watch_address),
+            )
+            self._ranks[order.rank] = rank
+            self._poller.register(rank.control, zmq.POLLIN)
+            self._poller.register(rank.watch, zmq.POLLIN)
+            if process.death is not None:
+                self._poller.register(process.death.fileno(), zmq.POLLIN)
         for body in awaited.bodies_with(model_path):
             rank.control.send(body)
         self.agent.say(f"runs rank {order.rank}")
@@ -343,16 +351,17 @@ class _Session:
         """End the rank's process, if there is one, or do not start it."""
         if (awaited := self._awaited.pop(number, None)) is not None:
             self._weights.cancel(awaited.whose)
-        if (rank := self._ranks.pop(number, None)) is None:
-            return
-        for socket in (rank.control, rank.watch):
-            self._poller.unregister(socket)
-            socket.close()
-        if rank.process.death is not None:
-            self._poller.unregister(rank.process.death.fileno())
-        rank.process.kill()
-        rank.process.wait()
-        rank.process.leave()
+        with put_off():
+            if (rank := self._ranks.pop(number, None)) is None:
+                return
+            for socket in (rank.control, rank.watch):
+                self._poller.unregister(socket)
+                socket.close()
+            if rank.process.death is not None:
+                self._poller.unregister(rank.process.death.fileno())
+            rank.process.kill()
+            rank.process.wait()
+            rank.process.leave()
 
     def _say(self, message: FromAgent) -> None:
         self._send(b"agent", 0, 0, cluster.encode(message))

@@ -23,6 +23,7 @@ from zmq.utils import z85
 
 from headrace.errors import StartError
 from headrace.host.cluster_key import Secret
+from headrace.signals import put_off
 
 # Bytes of a frame: what goes over these sockets is cut in pieces, so that a stranger's connection
 # takes no more either. Larger pieces are hardly faster: encrypting and decrypting them takes most
@@ -54,10 +55,12 @@ class Gate:
     def __init__(self, context: Context) -> None:
         # By the socket's name: what its peer must show.
         self._keys: dict[bytes, bytes] = {}
-        self._requests = context.socket(zmq.REP)
-        self._requests.linger = 0
-        self._requests.bind("inproc://zeromq.zap.01")
-        threading.Thread(target=self._answer, name="gate", daemon=True).start()
+        # The context waits for the socket, which the thread closes.
+        with put_off():
+            self._requests = context.socket(zmq.REP)
+            self._requests.linger = 0
+            self._requests.bind("inproc://zeromq.zap.01")
+            threading.Thread(target=self._answer, name="gate", daemon=True).start()
 
     def guard(self, listening: Socket, name: str, secret: Secret, encrypted: bool = True) -> None:
         """To be called before the socket binds. Its peers need the same name and secret."""

@@ -42,6 +42,7 @@ from headrace.protocol.messages import (
     Timeline,
 )
 from headrace.protocol.plan import Plan
+from headrace.signals import put_off
 
 # Seconds: for a rank to show any progress at start, between two looks at that, for a rank that
 # lives to take note of a new epoch, for the other ranks' messages once one has failed, for an
@@ -314,23 +315,27 @@ class RankProcesses:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         rank.process.wait(max(0.0, deadline - time.monotonic()))
         finally:
-            end_ranks(self._processes)
-            if self._hosts is not None:
-                self._hosts.close()
-            self._wake.close()
-            self._context.destroy(linger=0)
-            self._folder.remove()
-            self._processes.clear()
+            # A socket that is closed by half would be waited for without end.
+            with put_off():
+                end_ranks(self._processes)
+                if self._hosts is not None:
+                    self._hosts.close()
+                self._wake.close()
+                self._context.destroy(linger=0)
+                self._folder.remove()
+                self._processes.clear()
 
     def _spawn(self, config: RankConfig) -> None:
         """Start a rank, in the place of the one of its number, if there was one."""
-        process = self._start_process(config)
-        rank = start_rank(config, process, self._nodes[config.rank], self._context)
-        # At once: whatever interrupts from here on, close() knows the process.
-        self._processes[config.rank : config.rank + 1] = [rank]
-        self._poller.register(rank.socket, zmq.POLLIN)
-        if rank.death is not None:
-            self._poller.register(rank.death.fileno(), zmq.POLLIN)
+        # Whatever interrupts, close() must know the process, and the context its sockets: it waits
+        # for them.
+        with put_off():
+            process = self._start_process(config)
+            rank = start_rank(config, process, self._nodes[config.rank], self._context)
+            self._processes[config.rank : config.rank + 1] = [rank]
+            self._poller.register(rank.socket, zmq.POLLIN)
+            if rank.death is not None:
+                self._poller.register(rank.death.fileno(), zmq.POLLIN)
 
     def _start_process(self, config: RankConfig) -> LocalProcess | RemoteProcess:
         folder, node, cpus = self._folder.path, self._nodes[config.rank], self._cpus[config.rank]
@@ -347,16 +352,17 @@ class RankProcesses:
         """End these ranks, and start others in their places."""
         assert self._start is not None
         old = [self._processes[number] for number in sorted(numbers)]
-        for rank in old:
-            # Unless starting another one failed before.
-            if rank.socket in self._poller:
-                self._poller.unregister(rank.socket)
-            if rank.death is not None and not rank.death.closed:
-                self._poller.unregister(rank.death.fileno())
-            rank.socket.close()
-            rank.watch.close()
-        # All first: their memory is needed, and their neighbours learn of it.
-        end_ranks(old)
+        with put_off():
+            for rank in old:
+                # Unless starting another one failed before.
+                if rank.socket in self._poller:
+                    self._poller.unregister(rank.socket)
+                if rank.death is not None and not rank.death.closed:
+                    self._poller.unregister(rank.death.fileno())
+                rank.socket.close()
+                rank.watch.close()
+            # All first: their memory is needed, and their neighbours learn of it.
+            end_ranks(old)
         for rank in old:
             self._spawn(self._start.configs[rank.number])
 

@@ -12,6 +12,7 @@ the rate. So a fast line is measured in a fraction of a second, and a slow one i
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import zmq
 
@@ -27,6 +28,7 @@ from headrace.protocol.cluster import (
     ToldOfLine,
 )
 from headrace.protocol.hosts import LinkFigures
+from headrace.signals import put_off
 
 # Seconds for the other host to connect, or to let this one in; and then to measure, after which
 # what has got through so far has to do.
@@ -75,17 +77,16 @@ def _answer(
     except StartError as error:
         yield LineFailed(str(error))
         return
-    line = context.socket(zmq.PAIR)
     try:
-        gate.guard(line, order.name, Secret(order.secret), order.encrypted)
-        door.hand_to(line)
-        yield LineOpen(door.address, interface)
-        if line.poll(_ms(CONNECT_S), zmq.POLLOUT):
-            door.shut()
-            _answer_all(line, time.monotonic() + MEASURE_S + _LOOK_S)
+        with _line(context, linger_s=0.0) as line:
+            gate.guard(line, order.name, Secret(order.secret), order.encrypted)
+            door.hand_to(line)
+            yield LineOpen(door.address, interface)
+            if line.poll(_ms(CONNECT_S), zmq.POLLOUT):
+                door.shut()
+                _answer_all(line, time.monotonic() + MEASURE_S + _LOOK_S)
     finally:
         door.shut()
-        line.close(0)
 
 
 def _answer_all(line: Socket, deadline: float) -> None:
@@ -102,10 +103,9 @@ def _answer_all(line: Socket, deadline: float) -> None:
 
 
 def _measure(context: Context, order: MeasureLine, interface: str) -> LineMeasured | LineFailed:
-    line = context.socket(zmq.PAIR)
-    show_key(line, order.name, Secret(order.secret), order.encrypted)
-    line.connect(order.address)
-    try:
+    with _line(context, linger_s=_LOOK_S) as line:
+        show_key(line, order.name, Secret(order.secret), order.encrypted)
+        line.connect(order.address)
         if not line.poll(_ms(CONNECT_S), zmq.POLLOUT):
             return LineFailed(
                 f"could not connect to {order.address} from {interface} within {CONNECT_S:g} s"
@@ -119,8 +119,17 @@ def _measure(context: Context, order: MeasureLine, interface: str) -> LineMeasur
             )
         line.send(_END)
         return LineMeasured(figures)
-    finally:
-        line.close(_ms(_LOOK_S))
+
+
+@contextmanager
+def _line(context: Context, linger_s: float) -> Iterator[Socket]:
+    """A socket that is closed whatever interrupts: the context waits for it. linger_s: seconds for
+    what was sent last."""
+    with ExitStack() as undo:
+        with put_off():
+            line = context.socket(zmq.PAIR)
+            undo.callback(line.close, _ms(linger_s))
+        yield line
 
 
 def figures_by(round_trip: Callable[[int], tuple[float, bool]]) -> LinkFigures | None:
