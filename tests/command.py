@@ -45,12 +45,14 @@ class Command:
     environment: dict[str, str] = field(default_factory=dict)
     # What starts it, such as nohup.
     prefix: list[str] = field(default_factory=list)
+    # What Python runs: headrace itself, or a program that interferes with it.
+    program: list[str] = field(default_factory=lambda: ["-m", "headrace"])
     mark: Mark = field(default_factory=Mark, init=False)
     process: subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
         self.process = subprocess.Popen(
-            [*self.prefix, sys.executable, "-m", "headrace", *self.arguments],
+            [*self.prefix, sys.executable, *self.program, *self.arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -55,6 +55,7 @@ from headrace.protocol.cluster import (
     ToldOfLine,
     Welcome,
 )
+from headrace.signals import put_off
 
 _log = logging.getLogger(__name__)
 
@@ -146,7 +147,8 @@ class Hosts:
         waited_s = 0.0
         while True:
             check()
-            with self._changed:
+            # The condition would stay locked, for the thread too, if its own code were interrupted.
+            with put_off(), self._changed:
                 began = time.monotonic()
                 if missing := [node for node in self._nodes.values() if node.facts is None]:
                     self._changed.wait(_LOOK_S)

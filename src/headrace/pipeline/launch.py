@@ -6,7 +6,6 @@ import io
 import math
 import os
 import socket
-import subprocess
 import sys
 import time
 import weakref
@@ -312,8 +311,7 @@ class RankProcesses:
                 for rank in self._processes:
                     rank.send(Stop(self._epoch))
                 for rank in self._processes:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        rank.process.wait(max(0.0, deadline - time.monotonic()))
+                    rank.wait_dead(deadline - time.monotonic())
         finally:
             # A socket that is closed by half would be waited for without end.
             with put_off():

@@ -2,6 +2,7 @@
 
 import io
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ import zmq
 from headrace.errors import StartError
 from headrace.host.cpus import StageCpus
 from headrace.host.pinning import start_process
+from headrace.signals import put_off
 
 _STAGE_MODULE = "headrace.pipeline.stage_process"
 
@@ -20,7 +22,11 @@ _STAGE_MODULE = "headrace.pipeline.stage_process"
 @dataclass(frozen=True, eq=False)
 class LocalProcess:
     """address, watch_address: of its two sockets. death: readable once it has ended (Linux:
-    pidfd_open(2)); None where the system has no such thing."""
+    pidfd_open(2)); None where the system has no such thing.
+
+    Popen looks for the end under a lock of its own, which a signal that raises there would leave
+    locked: it is put off.
+    """
 
     popen: subprocess.Popen[bytes]
     address: str
@@ -46,15 +52,20 @@ class LocalProcess:
 
     def poll(self) -> int | None:
         """Its exit code, once it has ended."""
-        return self.popen.poll()
+        if self.returncode is None and (self.death is None or is_readable(self.death, 0.0)):
+            with put_off():
+                self.popen.poll()
+        return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit code. Raises subprocess.TimeoutExpired if it goes on."""
-        return self.popen.wait(timeout)
+    def wait(self) -> int:
+        """Its exit code, once it has ended. For one that was killed: signals are put off."""
+        with put_off():
+            return self.popen.wait()
 
     def kill(self) -> None:
         """End it at once."""
-        self.popen.kill()
+        with put_off():
+            self.popen.kill()
 
     def leave(self) -> None:
         """Hold nothing by which it tells that this process lives."""
@@ -102,6 +113,13 @@ def start_rank_process(
             start_new_session=True,
         )
     return LocalProcess(popen, address, watch_address, _death_of(popen.pid), log)
+
+
+def is_readable(file: io.FileIO, timeout_s: float) -> bool:
+    """Whether it is, or becomes so within that time."""
+    readable = select.poll()
+    readable.register(file, select.POLLIN)
+    return bool(readable.poll(timeout_s * 1000))
 
 
 def _death_of(process: int) -> io.FileIO | None:

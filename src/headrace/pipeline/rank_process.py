@@ -11,12 +11,14 @@ import msgspec
 import zmq
 
 from headrace.errors import PipelineError
-from headrace.pipeline.process import LocalProcess
+from headrace.pipeline.process import LocalProcess, is_readable
 from headrace.pipeline.remote_process import RemoteProcess
 from headrace.pipeline.watch import connect_watch
 from headrace.protocol import codec
 from headrace.protocol.messages import FromRank, RankConfig, ToRank
 
+# Seconds between two looks at a process whose end the system does not tell.
+_LOOK_S = 0.01
 # Ends that a process does not come to by itself.
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
@@ -58,6 +60,16 @@ class RankProcess:
     def dead(self) -> bool:
         """Whether its process has ended."""
         return self.process.poll() is not None
+
+    def wait_dead(self, timeout_s: float) -> bool:
+        """Whether its process has ended, or does so within that time."""
+        deadline = time.monotonic() + timeout_s
+        while not self.dead and (left_s := deadline - time.monotonic()) > 0:
+            if self.death is None:
+                time.sleep(_LOOK_S)
+            else:
+                is_readable(self.death, left_s)
+        return self.dead
 
     @property
     def death(self) -> io.FileIO | None:

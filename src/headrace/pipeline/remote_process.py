@@ -3,11 +3,12 @@
 import contextlib
 import io
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+
+from headrace.signals import put_off
 
 
 class RemoteProcess:
@@ -36,10 +37,10 @@ class RemoteProcess:
         """Its exit code, once it has ended."""
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit code. Raises subprocess.TimeoutExpired if it goes on."""
-        if not self._ended.wait(timeout):
-            raise subprocess.TimeoutExpired(f"rank {self.rank}", timeout or 0.0)
+    def wait(self) -> int:
+        """Its exit code, once it has ended. For one that was killed: signals are put off."""
+        with put_off():
+            self._ended.wait()
         assert self.returncode is not None
         return self.returncode
 
