@@ -11,7 +11,8 @@ from command import Command, Finished
 from fake_server import fake_server
 from headrace.host.cluster_key import write_cluster_key
 
-# Runs headrace; a signal comes as a function of a library is called for the so-manieth time.
+# Runs headrace; a signal comes before or after a library's function does its work, at one of
+# its calls.
 INTERRUPTED = """
 import signal, sys
 from {module} import {owner}
@@ -23,32 +24,35 @@ calls = 0
 def interrupted(*arguments, **named):
     global calls
     calls += 1
-    if calls == {call}:
+    if (calls, "before") == ({call}, "{when}"):
         signal.raise_signal({number})
-    return function(*arguments, **named)
+    result = function(*arguments, **named)
+    if (calls, "after") == ({call}, "{when}"):
+        signal.raise_signal({number})
+    return result
 
 {owner}.{name} = interrupted
 sys.exit(main())
 """
 # What comes from a server is taken in there, and all that goes wrong meanwhile is its fault.
-TAKEN_IN = "aiohttp.streams", "StreamReader", "feed_data"
+TAKEN_IN = "aiohttp.streams", "StreamReader", "feed_data", "before"
 # A socket is open by then, but its context does not know it yet, or not any more.
-OPENED = "zmq", "Context", "_add_socket"
-CLOSING = "zmq", "Context", "_rm_socket"
+OPENED = "zmq", "Context", "_add_socket", "before"
+CLOSING = "zmq", "Context", "_rm_socket", "after"
 SLEEPING = ["generate", "--model", "synthetic:20+1", "--prompt", "w1", "-pp", "2", "--ignore-eos"]
 
 
 def interrupted(
-    function: tuple[str, str, str],
+    function: tuple[str, str, str, str],
     call: int,
     arguments: list[str],
     number: signal.Signals = signal.SIGINT,
     stdin: bytes = b"",
     environment: dict[str, str] | None = None,
 ) -> Finished:
-    module, owner, name = function
+    module, owner, name, when = function
     script = INTERRUPTED.format(
-        module=module, owner=owner, name=name, call=call, number=int(number)
+        module=module, owner=owner, name=name, when=when, call=call, number=int(number)
     )
     with Command(arguments, stdin, environment or {}, program=["-c", script]) as command:
         return command.finish()
