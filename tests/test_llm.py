@@ -172,7 +172,7 @@ def test_a_dead_stage_is_blamed_even_if_its_neighbours_are_heard_first(
         next(deltas)
         stages = [stage.process for stage in llm._running.processes._processes]
         stages[victim].kill()
-        stages[victim].wait(60.0)
+        stages[victim].wait()
         with pytest.raises(PipelineError, match=f"stage {victim} .* was killed by signal 9"):
             list(deltas)
 
