@@ -16,9 +16,11 @@ import psutil
 import pytest
 
 from command import wait_until
-from headrace import LLM, SamplingParams
+from forks import in_fork
+from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.errors import StartError, UsageError
 from headrace.host.cluster_key import write_cluster_key
+from headrace.pipeline.hosts import Hosts
 from joined_hosts import Agent, agents, start
 from pipeline.test_curve import junk
 from tiny_checkpoints import write_tiny_gguf
@@ -176,16 +178,40 @@ def test_strangers_at_every_socket_neither_get_in_nor_harm_anybody(
         assert others[0].end() == 0
 
 
+class Gone(Exception):
+    """A host has ended by itself."""
+
+
+def wait_for_others_until_gone(agent: Agent, model: str, port: int, key: Path) -> None:
+    """Be the engine's host of two until this other one has ended. Raises Gone if nobody joined."""
+
+    def check() -> None:
+        if agent.process.poll() is not None:
+            raise Gone
+
+    AsyncLLM(
+        model,
+        check=check,
+        pipeline_parallel_size=2,
+        nnodes=2,
+        master_port=port,
+        cluster_key_file=str(key),
+    ).close()
+
+
+def test_a_host_that_does_not_come_is_named(model: str, key: Path, port: int) -> None:
+    told = f"no host with --node-rank 1 of 2 hosts (--nnodes) joined at 127.0.0.1:{port}"
+    with pytest.raises(StartError, match=re.escape(told)):
+        engine(model, port, key, 2, join_timeout=0.1)
+
+
 def test_a_host_with_another_key_is_not_let_in(model: str, tmp_path: Path, port: int) -> None:
     for name in "ab":
         write_cluster_key(tmp_path / name)
-    with agents(1, port, tmp_path / "b", ["--join-timeout", "3"]) as (stranger,):
-        with pytest.raises(StartError) as error:
-            engine(model, port, tmp_path / "a", 2, join_timeout=5.0)
+    with agents(1, port, tmp_path / "b", ["--join-timeout", "1"]) as (stranger,):
+        with pytest.raises(Gone):
+            wait_for_others_until_gone(stranger, model, port, tmp_path / "a")
         assert stranger.end() == 1
-    assert f"no host with --node-rank 1 of 2 hosts (--nnodes) joined at 127.0.0.1:{port}" in str(
-        error.value
-    )
     assert f"no engine's host let this one in at 127.0.0.1:{port}" in stranger.lines[-1]
 
 
@@ -201,8 +227,8 @@ def wrong_host(model: str, port: int, key: Path, *arguments: str) -> Agent:
 
 def test_another_layout_is_refused_naming_both_sides(model: str, key: Path, port: int) -> None:
     agent = wrong_host(model, port, key, "--nnodes", "2", "--node-rank", "1", "-pp", "3")
-    with pytest.raises(StartError, match="no host with --node-rank 1"):
-        engine(model, port, key, 2, join_timeout=15.0)
+    with pytest.raises(Gone):
+        wait_for_others_until_gone(agent, model, port, key)
     assert agent.end() == 1
     assert (
         "--pipeline-parallel-size 3, the engine's host --pipeline-parallel-size 2"
@@ -230,6 +256,65 @@ def test_hosts_need_a_key_and_as_many_stages(model: str, key: Path) -> None:
         LLM(model, nnodes=2, node_rank=2, pipeline_parallel_size=2, cluster_key_file=str(key))
     with pytest.raises(UsageError, match="an engine runs on host 0"):
         LLM(model, nnodes=2, node_rank=1, pipeline_parallel_size=2, cluster_key_file=str(key))
+
+
+class Planted(Exception):
+    """Of a kind that nobody expects."""
+
+
+@pytest.fixture
+def breaks(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While it is set, the engine's thread that has the other hosts fails as soon as one of them
+    says anything; once each time."""
+    due = threading.Event()
+    take = Hosts._take_from_agents
+
+    def take_or_fail(self: Hosts) -> None:
+        if due.is_set():
+            due.clear()
+            raise Planted("in the thread")
+        take(self)
+
+    monkeypatch.setattr(Hosts, "_take_from_agents", take_or_fail)
+    return due
+
+
+def test_an_error_in_the_thread_that_has_the_hosts_is_recovered_from_as_if_they_had_gone(
+    model: str, alone: list[list[int]], key: Path, port: int, breaks: threading.Event,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    with agents(1, port, key) as (agent,):
+        with engine(model, port, key, 2) as llm:
+            assert tokens(llm) == alone
+            breaks.set()
+            assert tokens(llm) == alone
+            assert llm._running.recovery.status.restarts == 1
+        cause = "internal error in the connection to other hosts: Planted: in the thread"
+        assert any(line.startswith("stage ") and cause in line for line in caplog.messages)
+        assert agent.end() == 0
+
+
+def test_an_error_in_the_thread_that_has_the_hosts_ends_a_start_before_they_are_there(
+    model: str, key: Path, port: int, breaks: threading.Event
+) -> None:
+    breaks.set()
+    with agents(1, port, key), pytest.raises(StartError, match="Planted: in the thread"):
+        engine(model, port, key, 2)
+
+
+def test_a_fork_of_the_engine_holds_no_socket_by_which_hosts_tell_that_it_lives(
+    model: str, key: Path, port: int
+) -> None:
+    def look() -> None:
+        held = psutil.Process().net_connections("inet")
+        assert [c for c in held if c.laddr.port == port] == []
+
+    with agents(1, port, key) as (agent,):
+        with engine(model, port, key, 2) as llm:
+            assert in_fork(look) == "nothing"
+            # Nor does it close any of the engine's own.
+            llm.generate(PROMPTS[:1], PARAMS)
+        assert agent.end() == 0
 
 
 def test_a_killed_engine_leaves_its_hosts_waiting_and_their_ranks_ended(

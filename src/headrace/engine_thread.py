@@ -199,17 +199,22 @@ class EngineThread:
             self.error = reason
             with self._lock:
                 self._done = True
-            while not self._orders.empty():
-                self._orders.get()()
-            for number, request in self._requests.items():
-                submission = request.submission
-                if self._closing:
-                    deliveries = [(request, self._engine.abort(number))]
-                    _post(submission.loop, _hand_out, deliveries)
-                else:
-                    _post(submission.loop, submission.fail, reason)
-            self._requests.clear()
-            self.ended.set_result(reason)
+            try:
+                self._tell_readers(reason)
+            finally:
+                self.ended.set_result(reason)
+
+    def _tell_readers(self, reason: HeadraceError) -> None:
+        while not self._orders.empty():
+            self._orders.get()()
+        for number, request in self._requests.items():
+            submission = request.submission
+            if self._closing:
+                deliveries = [(request, self._engine.abort(number))]
+                _post(submission.loop, _hand_out, deliveries)
+            else:
+                _post(submission.loop, submission.fail, reason)
+        self._requests.clear()
 
     def _begin_closing(self) -> None:
         self._closing = True

@@ -96,7 +96,7 @@ class Agent:
             context = zmq.Context()
             try:
                 with _Session(self, context) as session:
-                    if session.connect(_CONNECT_S):
+                    if session.connect(min(_CONNECT_S, self.join_timeout_s)):
                         lost_at = None
                         session.serve()
                         return

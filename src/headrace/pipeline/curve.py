@@ -118,6 +118,18 @@ class Door:
         listening.setsockopt(zmq.USE_FD, os.dup(self._listener.fileno()))
         listening.bind(self.address)
 
+    def leave(self) -> None:
+        """In a fork of the process that opened it: let go of it and of its connections, by which
+        peers tell that this process lives. That is all that zmq's sockets hold of it."""
+        if self._listener.fileno() < 0:
+            return
+        port = self._listener.getsockname()[1]
+        self._listener.close()
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                if _port_of(int(name)) == port:
+                    os.close(int(name))
+
     def shut(self) -> None:
         """Let nobody in any more. zmq itself would end the socket's connections with it."""
         program = ctypes.create_string_buffer(_DROP_ALL)
@@ -138,6 +150,12 @@ def open_door(address: str, port: int, purpose: str) -> Door:
         raise StartError(
             f"cannot listen on {address}:{port} {purpose} ({error.strerror or error})"
         ) from error
+
+
+def _port_of(descriptor: int) -> int | None:
+    """Of the socket with this number, if it is one of TCP; OSError if it is no socket."""
+    with socket.socket(fileno=os.dup(descriptor)) as same:
+        return same.getsockname()[1] if same.family == socket.AF_INET else None
 
 
 def _password(secret: Secret, name: str) -> bytes:

@@ -207,7 +207,8 @@ class CurveLink:
                 here_at = time.monotonic()
                 waiting = self._next_posted()
                 self._fill(waiting, frame, here_at)
-        except (zmq.ZMQError, ValueError, OSError) as error:
+        except Exception as error:
+            # Whatever it is: nobody else could tell those that wait.
             self._dead = self._dead or error
             if waiting is not None and not waiting.settled.is_set():
                 waiting.fail(self._dead)

@@ -189,7 +189,8 @@ class GroupLink:
             receive = self._posted.get()
             try:
                 self.finish(receive.work, _FOREVER_S)
-            except (RuntimeError, OSError) as error:
+            except Exception as error:
+                # Whatever it is: nobody else could tell who waits.
                 self.give_up()
                 receive.error = error
             else:

@@ -29,6 +29,7 @@ from headrace.host.cluster_key import Secret
 from headrace.host.cpus import StageCpus
 from headrace.pipeline.admission import why_not, why_not_again
 from headrace.pipeline.curve import FRAME_BYTES, Door, Gate, Socket
+from headrace.pipeline.forks import leave_in_forks
 from headrace.pipeline.remote_process import RemoteProcess
 from headrace.pipeline.weights_sender import WeightsSender
 from headrace.protocol import cluster
@@ -124,11 +125,8 @@ class Hosts:
         self._how_to_join, self._on_closed = how_to_join, on_closed
         self._context = zmq.Context()
         self._gate = Gate(self._context)
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.linger = 1000
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._gate.guard(self._router, CONTROL, secret)
-        door.hand_to(self._router)
+        self._secret = secret
+        self._router = self._open()
         self._nodes = {number: _Node(number) for number in range(1, layout.nnodes)}
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
@@ -140,6 +138,7 @@ class Hosts:
         self._lives = 0
         self._thread = threading.Thread(target=self._run, name="headrace-hosts", daemon=True)
         self._thread.start()
+        leave_in_forks(self)
 
     def wait_joined(self, timeout_s: float, check: Callable[[], None]) -> list[Facts]:
         """What every host is, by node rank from 1. check: called once a second or more often, may
@@ -234,6 +233,11 @@ class Hosts:
         """Let other engines on the hosts know of their ranks' caches. cache_bytes: by rank."""
         self._order(lambda: self._promise_memory(cache_bytes))
 
+    def leave(self) -> None:
+        """In a fork of the process that has them: hold nothing by which they tell that it lives."""
+        self._door.leave()
+        self._wake.close()
+
     def close(self) -> None:
         """Tell the agents that the engine has ended; may be called again."""
         if not self._thread.is_alive():
@@ -265,6 +269,15 @@ class Hosts:
         with contextlib.suppress(ValueError):
             self._wake.write((1).to_bytes(8, sys.byteorder))
 
+    def _open(self) -> Socket:
+        """The socket that agents connect to."""
+        router = self._context.socket(zmq.ROUTER)
+        router.linger = 1000
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._gate.guard(router, CONTROL, self._secret)
+        self._door.hand_to(router)
+        return router
+
     def _bind(self, kind: int, address: str) -> Socket:
         bound = self._context.socket(kind)
         bound.set_hwm(0)
@@ -275,6 +288,31 @@ class Hosts:
     # In the thread.
 
     def _run(self) -> None:
+        while not self._closing:
+            try:
+                self._serve()
+            except Exception as error:
+                self._begin_anew(error)
+        try:
+            self._wait_until_all_left()
+        finally:
+            self._router.close()
+
+    def _begin_anew(self, error: Exception) -> None:
+        """After an error of this thread's own: have all hosts join again, as if the lines to them
+        had been cut. That ends their ranks, and so the engine learns of it."""
+        reason = f"internal error in the connection to other hosts: {type(error).__name__}: {error}"
+        _log.warning(reason, exc_info=error)
+        with self._changed:
+            self._failure = reason
+            self._changed.notify_all()
+        for node in self._nodes.values():
+            self._lose(node, reason)
+        self._router.close(0)
+        self._router = self._open()
+
+    def _serve(self) -> None:
+        """Until it is to end."""
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wake.fileno(), zmq.POLLIN)
@@ -284,8 +322,9 @@ class Hosts:
             ready = dict(poller.poll(int(_LOOK_S * 1000)))
             if self._wake.fileno() in ready:
                 self._wake.read(8)
-                while not self._orders.empty():
-                    self._orders.get()()
+            # Woken or not: an error may have come in between.
+            while not self._orders.empty():
+                self._orders.get()()
             if self._router in ready:
                 self._take_from_agents()
             for node in self._nodes.values():
@@ -294,8 +333,6 @@ class Hosts:
             if time.monotonic() - looked_at > _LOOK_S:
                 looked_at = time.monotonic()
                 self._look_for_all()
-        self._wait_until_all_left()
-        self._router.close()
 
     def _look_for_all(self) -> None:
         for node in self._nodes.values():
@@ -458,15 +495,16 @@ class Hosts:
         self._remove(node, relay, -signal.SIGKILL, "")
 
     def _remove(self, node: _Node, relay: _Relay, code: int, last_line: str) -> None:
+        # First: the engine must know, whatever goes wrong with the rest.
+        relay.process.end(code, last_line)
         del node.relays[relay.process.rank]
         for socket in (relay.control, relay.watch):
             if socket in self._poller:
                 self._poller.unregister(socket)
             socket.close()
-        relay.process.end(code, last_line)
 
-    def _lose(self, node: _Node) -> None:
-        """The host is gone, and its ranks with it."""
+    def _lose(self, node: _Node, reason: str | None = None) -> None:
+        """The host is gone, and its ranks with it. reason: if not that it went."""
         node.leave()
         if node.facts is None:
             node.joined = False
@@ -474,7 +512,8 @@ class Hosts:
             _log.warning("host %d (%s) is gone", node.number, node.name)
         for relay in list(node.relays.values()):
             if relay.started:
-                self._remove(node, relay, -signal.SIGKILL, f"host {node.name} is gone")
+                last = reason or f"host {node.name} is gone"
+                self._remove(node, relay, -signal.SIGKILL, last)
 
     def _promise_memory(self, cache_bytes: dict[int, int]) -> None:
         for node in self._nodes.values():
@@ -506,8 +545,9 @@ class Hosts:
             _log.debug("a host that was to be refused is gone")
 
     def _begin_closing(self) -> None:
+        # First: whatever goes wrong with the others, somebody waits for the thread to end.
+        self._closing = True
         self._tell_all(Goodbye())
         for node in self._nodes.values():
             for relay in list(node.relays.values()):
                 self._remove(node, relay, -signal.SIGKILL, "")
-        self._closing = True

@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from headrace.errors import HeadraceError, PipelineError, StartError, UsageError
 from headrace.host.cpus import StageCpus
 from headrace.host.engine_folder import EngineFolder
 from headrace.host.memory import free_memory, memory_of
+from headrace.pipeline.forks import leave_in_forks
 from headrace.pipeline.hosts import Hosts
 from headrace.pipeline.process import LocalProcess, start_rank_process
 from headrace.pipeline.rank_process import RankProcess, end_ranks, start_rank
@@ -106,7 +106,7 @@ class RankProcesses:
         self._start: _Start | None = _Start(configs, None, set())
         self._block_bytes: list[int] = []
         self.faults: list[RankFault] = []
-        _started.add(self)
+        leave_in_forks(self)
         try:
             for config in configs:
                 self._spawn(config)
@@ -473,17 +473,6 @@ class RankProcesses:
         error: HeadraceError = kind(f"{self._ranks.name(failure.rank)}: {failure.message}")
         error.add_note(failure.details)
         return error
-
-
-_started: "weakref.WeakSet[RankProcesses]" = weakref.WeakSet()
-
-
-def _leave_to_parent() -> None:
-    for processes in list(_started):
-        processes.leave()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def bind_master(address: str, port: int) -> socket.socket:
