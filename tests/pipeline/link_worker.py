@@ -114,7 +114,7 @@ def rank_main(
     ]
     store = Rendezvous("127.0.0.1", port, store_fd if number == 0 else None)
     peers = [address for address in listening_at if address.source == number]
-    links = meeting.connect(peers, store, device, 60.0)
+    links = meeting.connect(peers, store, device, 60.0, lambda: None)
     buffers_sends = own or kind != "cpu"
     rank = Rank(number, links, device, time.monotonic, emulation or LinkEmulation(), buffers_sends)
     addresses = listening() if kind == "cpu" else []

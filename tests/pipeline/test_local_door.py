@@ -17,7 +17,7 @@ import pytest
 from headrace.errors import StartError
 from headrace.host.engine_folder import EngineFolder
 from headrace.pipeline.ledger import Channel, Tensors
-from headrace.pipeline.links import End
+from headrace.pipeline.links import End, LinkError
 from headrace.pipeline.local_door import LocalDoor, knock
 from headrace.protocol.ranks import Ranks
 
@@ -115,7 +115,7 @@ def test_a_flood_that_stays_connected_is_let_go_of(door: LocalDoor) -> None:
 
 def test_nobody_comes_in_after_the_peer(door: LocalDoor) -> None:
     assert peers_meet(door)
-    with pytest.raises(StartError, match="sending activations to stage 1: it does not listen at"):
+    with pytest.raises(LinkError, match="sending activations to stage 1: it does not listen at"):
         knock(OUTSIDE, door.address, door.token, LONG)
 
 
@@ -127,6 +127,29 @@ def test_a_rank_without_the_token_is_told_whom_it_did_not_reach(door: LocalDoor)
 def test_a_peer_that_does_not_come_is_named(door: LocalDoor) -> None:
     with pytest.raises(StartError, match=r"stage 0 did not connect to .* within 0.3 s"):
         door.wait_for_peer(SHORT)
+
+
+class Over(Exception):
+    """What is waited for is not wanted any more."""
+
+
+def over() -> None:
+    raise Over
+
+
+def test_a_wait_that_is_over_ends_at_once_on_both_sides(door: LocalDoor) -> None:
+    before = psutil.Process().num_fds()
+    with pytest.raises(Over):
+        door.wait_for_peer(LONG, over)
+    # Nobody asks who is there, as in a process that was stopped.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as frozen:
+        frozen.bind(f"{door.address}-frozen")
+        frozen.listen()
+        with pytest.raises(Over):
+            knock(OUTSIDE, f"{door.address}-frozen", door.token, LONG, over)
+    with pytest.raises(Over):
+        knock(OUTSIDE, door.address, "none", LONG, over)
+    assert psutil.Process().num_fds() == before
 
 
 def test_a_rank_takes_the_place_of_one_that_died(folder: Path) -> None:

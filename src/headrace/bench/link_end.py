@@ -198,7 +198,8 @@ def _connect(set_up: SetUp) -> dict[Backend, _Ends]:
         ends: dict[Backend, _Ends] = {}
         for backend, meeting in meetings.items():
             peers = others.addresses[backend]
-            links = meeting.connect(peers, rendezvous, torch.device("cpu"), PATIENCE_S)
+            device = torch.device("cpu")
+            links = meeting.connect(peers, rendezvous, device, PATIENCE_S, lambda: None)
             out, back = sorted(links, key=lambda edge: edge.target == set_up.rank)
             ends[backend] = _Ends(links[out], links[back])
     return ends

@@ -29,7 +29,7 @@ from headrace.errors import StartError
 from headrace.host.cluster_key import Secret
 from headrace.pipeline.curve import FRAME_BYTES, Context, Gate, Socket, open_door, show_key
 from headrace.pipeline.ledger import Handle
-from headrace.pipeline.links import End, SlowLine
+from headrace.pipeline.links import LOOK_S, Check, End, SlowLine
 
 # Milliseconds for what was sent last to leave, when a link is closed in order.
 _LINGER_MS = 5000
@@ -61,12 +61,15 @@ class CurveListener:
         gate.guard(self._socket, key.name(end), key.run, key.encrypted)
         self._door.hand_to(self._socket)
 
-    def accept(self, timeout_s: float, line: SlowLine | None = None) -> "CurveLink":
+    def accept(
+        self, timeout_s: float, line: SlowLine | None = None, check: Check = lambda: None
+    ) -> "CurveLink":
         """The link, once the peer is there. Raises StartError naming both sides if it does not come
-        in time."""
+        in time, and what check raises."""
+        what = "did not connect"
         try:
-            _wait_for_peer(self._socket, self._end, self.address, "did not connect", timeout_s)
-        except StartError:
+            _wait_for_peer(self._socket, self._end, self.address, what, timeout_s, check)
+        except BaseException:
             self.close()
             raise
         self._door.shut()
@@ -79,27 +82,37 @@ class CurveListener:
 
 
 def connect_curve(
-    context: Context, end: End, key: EdgeKey, address: str, timeout_s: float
+    context: Context,
+    end: End,
+    key: EdgeKey,
+    address: str,
+    timeout_s: float,
+    check: Check = lambda: None,
 ) -> "CurveLink":
     """The sending end. Raises StartError naming both sides if the peer cannot be reached in time,
-    or has another key."""
+    or has another key, and what check raises."""
     connecting = context.socket(zmq.PAIR)
     show_key(connecting, key.name(end), key.run, key.encrypted)
     connecting.connect(address)
     try:
-        _wait_for_peer(connecting, end, address, "did not let this one in", timeout_s)
-    except StartError:
+        _wait_for_peer(connecting, end, address, "did not let this one in", timeout_s, check)
+    except BaseException:
         connecting.close(0)
         raise
     return CurveLink(end, connecting, None)
 
 
-def _wait_for_peer(waiting: Socket, end: End, address: str, what: str, timeout_s: float) -> None:
-    if not waiting.poll(max(1, int(timeout_s * 1000)), zmq.POLLOUT):
-        raise StartError(
-            f"{end.ranks.name(end.peer)} {what} at {address} within {timeout_s:g} s, for "
-            f"{end.channel.tensors}: is a firewall between the hosts?"
-        )
+def _wait_for_peer(
+    waiting: Socket, end: End, address: str, what: str, timeout_s: float, check: Check
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not waiting.poll(int(LOOK_S * 1000), zmq.POLLOUT):
+        check()
+        if time.monotonic() > deadline:
+            raise StartError(
+                f"{end.ranks.name(end.peer)} {what} at {address} within {timeout_s:g} s, for "
+                f"{end.channel.tensors}: is a firewall between the hosts?"
+            )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import zmq
 from headrace.host.cluster_key import Secret
 from headrace.pipeline.curve import Gate
 from headrace.pipeline.curve_link import CurveLink, CurveListener, EdgeKey, connect_curve
-from headrace.pipeline.links import End, SlowLine
+from headrace.pipeline.links import Check, End, SlowLine
 from headrace.protocol.messages import EdgeAddress, HostLinks
 
 
@@ -32,15 +32,15 @@ class HostEdges:
         self._listeners[end] = listener
         return EdgeAddress(*end.channel, listener.address, "")
 
-    def accept(self, end: End, timeout_s: float, line: SlowLine | None) -> CurveLink:
+    def accept(self, end: End, timeout_s: float, line: SlowLine | None, check: Check) -> CurveLink:
         """The receiving end, once the peer is there; StartError if it does not come in time."""
-        link = self._listeners.pop(end).accept(timeout_s, line)
+        link = self._listeners.pop(end).accept(timeout_s, line, check)
         self._links.append(link)
         return link
 
-    def connect(self, end: End, address: str, timeout_s: float) -> CurveLink:
+    def connect(self, end: End, address: str, timeout_s: float, check: Check) -> CurveLink:
         """The sending end; StartError if the peer does not let it in in time."""
-        link = connect_curve(self._context, end, self._key, address, timeout_s)
+        link = connect_curve(self._context, end, self._key, address, timeout_s, check)
         self._links.append(link)
         return link
 

@@ -8,6 +8,7 @@ once, and the pipeline ends.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -16,6 +17,12 @@ import torch
 from headrace.pipeline.ledger import Channel, Handle, Tensors
 from headrace.protocol.messages import LinkEmulation
 from headrace.protocol.ranks import Ranks
+
+# Seconds between two looks, in a wait for a peer, at whether it is still to go on.
+LOOK_S = 0.05
+
+# Called every LOOK_S or more often while a peer is waited for; may raise, which ends the wait.
+Check = Callable[[], None]
 
 
 class LinkError(Exception):

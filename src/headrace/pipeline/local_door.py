@@ -18,7 +18,7 @@ from pathlib import Path
 
 from headrace.errors import StartError
 from headrace.pipeline.ledger import Channel
-from headrace.pipeline.links import End
+from headrace.pipeline.links import LOOK_S, Check, End, LinkError
 
 _TOKEN_BYTES = 16
 _WELCOME = b"welcome"
@@ -56,9 +56,13 @@ class LocalDoor:
         self._asking = threading.Thread(target=self._ask_all, daemon=True)
         self._asking.start()
 
-    def wait_for_peer(self, timeout_s: float) -> socket.socket:
-        """The peer's connection. Raises StartError naming both sides if it does not come."""
-        self._asking.join(timeout_s)
+    def wait_for_peer(self, timeout_s: float, check: Check = lambda: None) -> socket.socket:
+        """The peer's connection. Raises StartError naming both sides if it does not come, and what
+        check raises."""
+        deadline = time.monotonic() + timeout_s
+        while self._asking.is_alive() and (left_s := deadline - time.monotonic()) > 0:
+            self._asking.join(min(left_s, LOOK_S))
+            check()
         self.close()
         if self._peer is None:
             end = self._end
@@ -122,44 +126,57 @@ class LocalDoor:
         return True
 
 
-def knock(end: End, address: str, token: str, timeout_s: float) -> socket.socket:
+def knock(
+    end: End, address: str, token: str, timeout_s: float, check: Check = lambda: None
+) -> socket.socket:
     """The connection to where the receiving end of an edge listens.
 
-    Raises StartError naming both sides if that rank is not there, or does not let this one in.
+    Raises LinkError if that rank is gone, StartError naming both sides if it does not let this one
+    in, and what check raises.
     """
     deadline = time.monotonic() + timeout_s
-    while (left_s := deadline - time.monotonic()) > 0:
+    while time.monotonic() < deadline:
         with suppress(ConnectionResetError, BrokenPipeError, TimeoutError):
             try:
-                return _knock_once(address, token, left_s)
-            except (FileNotFoundError, ConnectionRefusedError, PermissionError) as error:
-                raise StartError(
-                    f"{end}: it does not listen at {address} ({error.strerror})"
+                return _knock_once(address, token, deadline, check)
+            except (FileNotFoundError, ConnectionRefusedError) as error:
+                raise LinkError(
+                    f"{end}: it does not listen at {address} ({error.strerror})", end.peer
                 ) from error
+            except PermissionError as error:
+                raise StartError(f"{end}: {address} cannot be used ({error.strerror})") from error
+        check()
         time.sleep(_AGAIN_S)
     raise StartError(f"{end}: it did not let this rank in at {address} within {timeout_s:g} s")
 
 
-def _knock_once(address: str, token: str, timeout_s: float) -> socket.socket:
+def _knock_once(address: str, token: str, deadline: float, check: Check) -> socket.socket:
     knocking = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         # A blocking connect, since others do not wait for room in a crowd.
-        seconds = int(timeout_s)
-        limit = struct.pack("@ll", seconds, int((timeout_s - seconds) * 1e6) or 1)
+        limit = struct.pack("@ll", 0, int(LOOK_S * 1e6))
         knocking.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         knocking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         try:
             knocking.connect(address)
             knocking.send(token.encode())
-            answer = knocking.recv(len(_WELCOME))
         except BlockingIOError as error:
             raise TimeoutError from error
-        if answer != _WELCOME or not _same_user(knocking):
+        # On the same connection: the peer may let it in at any moment, and then no other.
+        if _answer_of(knocking, deadline, check) != _WELCOME or not _same_user(knocking):
             raise ConnectionResetError
     except BaseException:
         knocking.close()
         raise
     return knocking
+
+
+def _answer_of(knocking: socket.socket, deadline: float, check: Check) -> bytes:
+    while time.monotonic() < deadline:
+        with suppress(BlockingIOError):
+            return knocking.recv(len(_WELCOME))
+        check()
+    raise TimeoutError
 
 
 def name_of(channel: Channel) -> str:

@@ -14,7 +14,7 @@ import torch
 from headrace.pipeline import group_link
 from headrace.pipeline.host_edges import HostEdges
 from headrace.pipeline.ledger import Channel
-from headrace.pipeline.links import End, Link, SlowLine, edges
+from headrace.pipeline.links import Check, End, Link, SlowLine, edges
 from headrace.pipeline.local_door import LocalDoor, knock
 from headrace.pipeline.local_link import ReceivingLink, SendingLink
 from headrace.protocol.messages import EdgeAddress, LinkBackend, LinkEmulation
@@ -55,14 +55,16 @@ class Meeting:
         store: group_link.Rendezvous,
         device: torch.device,
         timeout_s: float,
+        check: Check,
     ) -> dict[Channel, Link]:
         """This rank's ends of all its edges.
 
-        peers: where the edges that go out end. store: for torch.distributed. Raises StartError if
-        another rank does not come within timeout_s.
+        peers: where the edges that go out end. store: for torch.distributed, which does not check.
+        Raises StartError if another rank does not come within timeout_s, LinkError if it is gone,
+        and what check raises.
         """
         if self._backend == "local":
-            return self._connect_local(peers, timeout_s)
+            return self._connect_local(peers, timeout_s, check)
         return group_link.connect(
             store, self._rank, self._ranks, device, timeout_s, self._emulation
         )
@@ -95,7 +97,9 @@ class Meeting:
         door = self._doors[end.channel] = LocalDoor(end, folder)
         return EdgeAddress(*end.channel, door.address, door.token)
 
-    def _connect_local(self, peers: list[EdgeAddress], timeout_s: float) -> dict[Channel, Link]:
+    def _connect_local(
+        self, peers: list[EdgeAddress], timeout_s: float, check: Check
+    ) -> dict[Channel, Link]:
         at = {(peer.tensors, peer.source, peer.target): peer for peer in peers}
         links: dict[Channel, Link] = {}
         # Doors let their peers in meanwhile.
@@ -104,17 +108,17 @@ class Meeting:
             line = None if self._emulation is None else SlowLine(self._emulation)
             if self._between is not None and self._between.has(end):
                 links[end.channel] = (
-                    self._between.accept(end, timeout_s, line)
+                    self._between.accept(end, timeout_s, line, check)
                     if end.incoming
-                    else self._between.connect(end, at[end.channel].address, timeout_s)
+                    else self._between.connect(end, at[end.channel].address, timeout_s, check)
                 )
                 continue
             if end.incoming:
-                paired = self._doors[end.channel].wait_for_peer(timeout_s)
+                paired = self._doors[end.channel].wait_for_peer(timeout_s, check)
                 link = ReceivingLink(end, paired, line)
             else:
                 peer = at[end.channel]
-                paired = knock(end, peer.address, peer.token, timeout_s)
+                paired = knock(end, peer.address, peer.token, timeout_s, check)
                 link = SendingLink(end, paired)
             self._own.append(link)
             links[end.channel] = link

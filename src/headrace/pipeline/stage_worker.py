@@ -84,6 +84,15 @@ class ControlSocket:
                 raise PipelineError(f"unexpected {type(message).__name__} among the plans")
             messages.append(message)
 
+    def check_epoch(self) -> None:
+        """To be called now and then in waits in which the engine has nothing else to say. Raises
+        EpochOver when it begins another epoch."""
+        if self._socket.poll(0):
+            message = self.receive()
+            if isinstance(message, NewEpoch):
+                raise EpochOver(message.epoch)
+            raise PipelineError(f"unexpected {type(message).__name__} before the links are there")
+
     def next_epoch(self) -> int | None:
         """Wait for the engine to begin another epoch, whatever it sends until then; None if it
         orders the end."""
@@ -169,7 +178,9 @@ def run_stage(
             else:
                 executor.forget()
             store = Rendezvous(config.master_addr, config.master_port, config.store_fd)
-            links = meeting.connect(cache.peers, store, device, config.start_timeout)
+            links = meeting.connect(
+                cache.peers, store, device, config.start_timeout, control.check_epoch
+            )
             control.send(Ready(epoch, config.rank))
             _run_epoch(config, epoch, executor, control, links, watch.timeline, cpus)
             meeting.close()
