@@ -21,6 +21,7 @@ from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.errors import StartError, UsageError
 from headrace.host.cluster_key import write_cluster_key
 from headrace.pipeline.hosts import Hosts
+from headrace.protocol.messages import Loading
 from joined_hosts import Agent, agents, start
 from pipeline.test_curve import junk
 from tiny_checkpoints import write_tiny_gguf
@@ -315,6 +316,22 @@ def test_a_fork_of_the_engine_holds_no_socket_by_which_hosts_tell_that_it_lives(
             # Nor does it close any of the engine's own.
             llm.generate(PROMPTS[:1], PARAMS)
         assert agent.end() == 0
+
+
+def test_a_rank_on_another_host_that_is_killed_while_it_starts_is_started_anew(
+    model: str, alone: list[list[int]], key: Path, port: int
+) -> None:
+    with agents(1, port, key) as (agent,):
+        killed: list[psutil.Process] = []
+
+        def kill(message: Loading) -> None:
+            if not killed and (there := agent.ranks()):
+                killed.append(there[0])
+                there[0].kill()
+
+        with engine(model, port, key, 2, on_progress=kill) as llm:
+            assert tokens(llm) == alone
+            assert llm._running.recovery.status.restarts == len(killed)
 
 
 def test_a_killed_engine_leaves_its_hosts_waiting_and_their_ranks_ended(

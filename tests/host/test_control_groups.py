@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.host.control_groups import cpu_quota, memory_left
+from headrace.host.control_groups import cpu_quota, killed_for_memory, memory_left
 
 
 def write(folder: Path, own_groups: str, files: dict[str, str]) -> tuple[Path, Path]:
@@ -134,3 +134,20 @@ def test_without_a_limit_in_version_1_far_more_is_left_than_any_machine_has(tmp_
 def test_without_control_groups_nothing_limits(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path / "none", tmp_path) is None
     assert memory_left(tmp_path / "none", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("own_groups", "files", "expected"),
+    [
+        ("0::/a/b\n", {"a/b/memory.events": "max 7\noom 3\noom_kill 2\n"}, 2),
+        # Others' in the groups around it do not count.
+        ("0::/a/b\n", {"a/memory.events": "oom_kill 9\n", "a/b/memory.events": "oom_kill 2\n"}, 2),
+        ("5:memory:/m\n", {"memory/m/memory.oom_control": "under_oom 0\noom_kill 4\n"}, 4),
+        ("0::/a\n", {"b/memory.events": "oom_kill 1\n"}, None),
+        ("", {}, None),
+    ],
+)
+def test_processes_of_the_own_group_that_were_ended_for_want_of_memory(
+    tmp_path: Path, own_groups: str, files: dict[str, str], expected: int | None
+) -> None:
+    assert killed_for_memory(*write(tmp_path, own_groups, files)) == expected

@@ -18,10 +18,10 @@ import torch
 
 from headrace.pipeline.group_link import Rendezvous
 from headrace.pipeline.host_edges import HostEdges
-from headrace.pipeline.launch import bind_master
 from headrace.pipeline.ledger import Handle
 from headrace.pipeline.links import Link
 from headrace.pipeline.rendezvous import Meeting
+from headrace.pipeline.store_socket import bind_master
 from headrace.protocol.messages import EdgeAddress, HostLinks, LinkBackend
 from headrace.protocol.ranks import Ranks
 

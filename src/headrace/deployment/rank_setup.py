@@ -9,7 +9,8 @@ from headrace.deployment.partition import layer_costs
 from headrace.deployment.resolve import Deployment
 from headrace.engine.step_cost import StepCost, prior_cost
 from headrace.host.memory import free_memory
-from headrace.pipeline.launch import RankProcesses, bind_master
+from headrace.pipeline.launch import RankProcesses
+from headrace.pipeline.store_socket import bind_master
 from headrace.protocol.messages import Loaded, RankConfig
 from headrace.protocol.model_config import ModelSizes, StageShare
 

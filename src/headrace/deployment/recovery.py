@@ -6,17 +6,15 @@ aborts are taken on meanwhile; they wait until the pipeline is there.
 """
 
 import logging
-import time
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
+from headrace.deployment.restart_limit import RestartLimit
 from headrace.engine.engine import Engine, Pipeline
 from headrace.engine.outputs import OutputDelta
-from headrace.errors import HeadraceError, PipelineError, StallError, StartError, UsageError
+from headrace.errors import HeadraceError, StallError, UsageError
 from headrace.protocol.fault import RankFault
 
 _log = logging.getLogger(__name__)
@@ -59,18 +57,18 @@ class Rebuilding(Protocol):
 class Recovery:
     """Steps an engine, and has its pipeline built anew when it breaks.
 
-    max_restarts, window_s: so many in so many seconds, and no more. status: the newest, for any
-    thread.
+    limit: may have been used before, while they started for the first time. status: the newest, for
+    any thread.
     """
 
     engine: Engine
     ranks: RestartablePipeline
     rebuild: Rebuilding
-    max_restarts: int
-    window_s: float
-    clock: Callable[[], float] = time.monotonic
-    status: RecoveryStatus = field(default_factory=RecoveryStatus, init=False)
-    _restarted_at: deque[float] = field(default_factory=deque, init=False)
+    limit: RestartLimit
+    status: RecoveryStatus = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.status = RecoveryStatus(self.limit.restarts)
 
     @property
     def recovering(self) -> bool:
@@ -94,18 +92,13 @@ class Recovery:
                 self._recovered()
             return []
         except HeadraceError as error:
-            if isinstance(error, UsageError) or not self.max_restarts:
+            if isinstance(error, UsageError):
                 raise
             return self._begin(error)
 
     def _begin(self, error: HeadraceError) -> list[OutputDelta]:
         """Have the pipeline built anew; what it brought before."""
-        now = self.clock()
-        while self._restarted_at and now - self._restarted_at[0] > self.window_s:
-            self._restarted_at.popleft()
-        if len(self._restarted_at) >= self.max_restarts:
-            raise _given_up(error, self.max_restarts, self.window_s) from error
-        self._restarted_at.append(now)
+        which = self.limit.count(error)
         if isinstance(error, StallError):
             self.ranks.stand_still(error.ranks)
         # Of a recovery that failed nothing was in flight.
@@ -113,15 +106,11 @@ class Recovery:
         epoch = self.engine.scheduler.epoch + 1
         self.engine.restart(self.ranks, epoch)
         old = self.status
-        since = old.since if self.recovering else now
-        self.status = RecoveryStatus(old.restarts + 1, old.seconds, str(error), since)
+        since = old.since if self.recovering else self.limit.clock()
+        self.status = RecoveryStatus(self.limit.restarts, old.seconds, str(error), since)
         _log.warning(
-            "%s; restart %d of %d in %g s: %d requests go on when the stages are there",
-            error,
-            len(self._restarted_at),
-            self.max_restarts,
-            self.window_s,
-            self.engine.num_requests,
+            "%s; %s: %d requests go on when the stages are there",
+            *(error, which, self.engine.num_requests),
         )
         for line in getattr(error, "__notes__", ()):
             _log.info(line)
@@ -132,16 +121,6 @@ class Recovery:
         return deltas
 
     def _recovered(self) -> None:
-        old, now = self.status, self.clock()
+        old, now = self.status, self.limit.clock()
         self.status = RecoveryStatus(old.restarts, old.seconds_at(now))
         _log.warning("the stages are there again after %.1f s", now - old.since)
-
-
-def _given_up(error: HeadraceError, restarts: int, window_s: float) -> HeadraceError:
-    kind = type(error) if isinstance(error, StartError) else PipelineError
-    given_up = kind(
-        f"{error}; gave up after {restarts} restarts in {window_s:g} s (--max-restarts)"
-    )
-    for line in getattr(error, "__notes__", ()):
-        given_up.add_note(line)
-    return given_up

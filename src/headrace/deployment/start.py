@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig
 from headrace.deployment.engine import new_engine
+from headrace.deployment.first_start import bring_up, check_hosts
 from headrace.deployment.hosts import HostMeeting, meet_hosts
 from headrace.deployment.machine import read_machine
 from headrace.deployment.model import read_model
@@ -18,12 +19,13 @@ from headrace.deployment.rank_setup import rank_configs, reserve_cache, step_pri
 from headrace.deployment.rebuild import Rebuild
 from headrace.deployment.recovery import Recovery
 from headrace.deployment.resolve import Deployment, resolve
+from headrace.deployment.restart_limit import RestartLimit
 from headrace.engine.engine import Engine
 from headrace.engine.prefill_order import PrefillOrder
 from headrace.engine.recorder import Recorder
 from headrace.errors import UsageError
 from headrace.pipeline.launch import RankProcesses
-from headrace.protocol.messages import Loading
+from headrace.protocol.messages import Loaded, Loading
 
 _log = logging.getLogger(__name__)
 
@@ -112,23 +114,42 @@ def start(
     meeting: of the hosts, where there are several.
 
     Raises ModelError, StartError or PipelineError, and what watch raises; no process is left behind
-    then. May be called again, for another epoch.
+    then. May be called again, for another epoch. The epoch is a later one if ranks had to be
+    started anew meanwhile.
     """
     began = time.monotonic()
     watch = watch or StartWatch()
     hosts = None if meeting is None else meeting.hosts
+    config = deployment.config
+    limit = RestartLimit(config.max_restarts, config.restart_window)
+    num_blocks: int | None = None
     with rank_configs(deployment, epoch, meeting) as configs:
         processes = RankProcesses(configs, list(deployment.cpus), hosts, deployment.hosts)
+
+    def restart(epoch: int) -> None:
+        with rank_configs(deployment, epoch, meeting) as configs:
+            processes.restart(configs, num_blocks)
+
+    def check() -> None:
+        watch.check()
+        if hosts is not None:
+            check_hosts(hosts.away(), deployment)
+
+    def wait_ready() -> tuple[list[Loaded], int]:
+        nonlocal num_blocks
+        loaded = processes.wait_loaded(watch.on_progress, check)
+        if num_blocks is None:
+            num_blocks = reserve_cache(deployment, processes, loaded, meeting)
+        processes.allocate_cache(num_blocks, watch.on_progress, check)
+        return loaded, num_blocks
 
     try:
         # Meanwhile the stages load.
         tokenizer = deployment.model.tokenizer()
         watch.on_tokenizer(tokenizer)
-        loaded = processes.wait_loaded(watch.on_progress, watch.check)
+        (loaded, num_blocks), epoch = bring_up(wait_ready, restart, processes, limit, epoch)
         for note in sorted({rank.note for rank in loaded if rank.note}):
             _log.warning(note)
-        num_blocks = reserve_cache(deployment, processes, loaded, meeting)
-        processes.allocate_cache(num_blocks, watch.on_progress, watch.check)
         engine = new_engine(
             deployment,
             processes,
@@ -145,11 +166,7 @@ def start(
     return RunningEngine(
         engine=engine,
         recovery=Recovery(
-            engine,
-            processes,
-            Rebuild(engine, processes, deployment, meeting, num_blocks),
-            deployment.config.max_restarts,
-            deployment.config.restart_window,
+            engine, processes, Rebuild(engine, processes, deployment, meeting, num_blocks), limit
         ),
         processes=processes,
         deployment=deployment,

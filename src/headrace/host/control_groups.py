@@ -29,6 +29,18 @@ def memory_left(own_groups: Path = _OWN_GROUPS, mounts: Path = _MOUNTS) -> int |
     return _least("memory", _memory_v1, _memory_v2, own_groups, mounts)
 
 
+def killed_for_memory(own_groups: Path = _OWN_GROUPS, mounts: Path = _MOUNTS) -> int | None:
+    """How many processes of the process's own group the system has ended so far for want of memory;
+    None if it does not tell."""
+    names = {1: "memory.oom_control", 2: "memory.events"}
+    found = [
+        _numbers(group / names[version]).get("oom_kill")
+        for version, group in _groups("memory", own_groups, mounts)
+    ]
+    # The innermost comes last.
+    return next((number for number in reversed(found) if number is not None), None)
+
+
 def _least(
     controller: str,
     read_v1: Callable[[Path], _Number | None],
@@ -93,7 +105,7 @@ def _memory_v2(group: Path) -> int | None:
     except (OSError, ValueError):
         return None
     # Here, unlike in version 1, the numbers include the groups below.
-    numbers = _statistics(group)
+    numbers = _numbers(group / "memory.stat")
     return _left(int(limit), used, numbers.get("inactive_file", 0) + numbers.get("active_file", 0))
 
 
@@ -103,7 +115,7 @@ def _memory_v1(group: Path) -> int | None:
         used = int(_text(group / "memory.usage_in_bytes"))
     except (OSError, ValueError):
         return None
-    numbers = _statistics(group)
+    numbers = _numbers(group / "memory.stat")
     # Of the groups around it, those that a container does not see included.
     limit = min(limit, numbers.get("hierarchical_memory_limit", limit))
     cached = numbers.get("total_inactive_file", 0) + numbers.get("total_active_file", 0)
@@ -114,10 +126,10 @@ def _left(limit: int, used: int, cached: int) -> int:
     return max(0, limit - max(0, used - cached))
 
 
-def _statistics(group: Path) -> dict[str, int]:
-    """The numbers of a group's memory.stat; none if it cannot be read."""
+def _numbers(file: Path) -> dict[str, int]:
+    """Of a file with a name and a number a line; none if it cannot be read."""
     try:
-        lines = _text(group / "memory.stat").splitlines()
+        lines = _text(file).splitlines()
         return {name: int(number) for name, number in map(str.split, lines)}
     except (OSError, ValueError):
         return {}

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from headrace.host.control_groups import memory_left
+from headrace.host.control_groups import killed_for_memory, memory_left
 
 
 def free_memory() -> int:
@@ -24,3 +24,14 @@ def memory_of(process: int) -> int | None:
     except OSError:
         return None
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+def kills_for_memory() -> int:
+    """How many processes the system has ended so far because there was no memory left: of this
+    process's control groups, or of the whole machine where those do not tell (Linux: mm/vmstat.c,
+    oom_kill)."""
+    kills = killed_for_memory()
+    if kills is not None:
+        return kills
+    lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

@@ -1,23 +1,21 @@
 """Starts the ranks' processes, talks to them, and leaves none behind."""
 
 import contextlib
-import errno
 import io
 import math
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 import zmq
 
-from headrace import errors
-from headrace.errors import HeadraceError, PipelineError, StartError, UsageError
+from headrace.errors import UsageError
 from headrace.host.cpus import StageCpus
 from headrace.host.engine_folder import EngineFolder
 from headrace.host.memory import free_memory, memory_of
+from headrace.pipeline.blame import failures_of, find_fault
+from headrace.pipeline.epoch_start import EpochStart
 from headrace.pipeline.forks import leave_in_forks
 from headrace.pipeline.hosts import Hosts
 from headrace.pipeline.process import LocalProcess, start_rank_process
@@ -34,7 +32,6 @@ from headrace.protocol.messages import (
     Loading,
     NewEpoch,
     RankConfig,
-    Ready,
     Report,
     Result,
     Stop,
@@ -43,34 +40,11 @@ from headrace.protocol.messages import (
 from headrace.protocol.plan import Plan
 from headrace.signals import put_off
 
-# Seconds: for a rank to show any progress at start, between two looks at that, for a rank that
-# lives to take note of a new epoch, for the other ranks' messages once one has failed, for an
-# ordered stop, and between two looks at who is dead where the system does not tell.
-_START_DEADLINE = 120.0
+# Seconds: between two looks at whether ranks get on at start, for an ordered stop, and between two
+# looks at who is dead where the system does not tell.
 _START_LOOK = 1.0
-_NOTICE_DEADLINE = 5.0
-_LAST_WORDS = 1.0
 _STOP_GRACE = 5.0
 _DEATH_LOOK = 0.2
-
-
-@dataclass
-class _Start:
-    """An epoch that begins: what its ranks have said of it.
-
-    num_blocks: of the cache, None until it is decided. kept: ranks of the epoch before that live
-    on. quiet_s: seconds waited for nothing; waited_s: in all. What a wait took longer than meant,
-    nobody ran.
-    """
-
-    configs: list[RankConfig]
-    num_blocks: int | None
-    kept: set[int]
-    loaded: dict[int, Loaded] = field(default_factory=dict)
-    ready: set[int] = field(default_factory=set)
-    cache_told: bool = False
-    quiet_s: float = 0.0
-    waited_s: float = 0.0
 
 
 class RankProcesses:
@@ -103,7 +77,7 @@ class RankProcesses:
         self._processes: list[RankProcess] = []
         self._epoch, self._ranks = configs[0].epoch, configs[0].ranks
         self._cpus, self._moved = cpus, False
-        self._start: _Start | None = _Start(configs, None, set())
+        self._start: EpochStart | None = EpochStart(configs, None, set())
         self._block_bytes: list[int] = []
         self.faults: list[RankFault] = []
         leave_in_forks(self)
@@ -195,7 +169,7 @@ class RankProcesses:
             # Process groups do not outlive one of their members.
             unfit, kept = unfit | kept, set()
         self._moved = False
-        self._start = _Start(configs, num_blocks, kept)
+        self._start = EpochStart(configs, num_blocks, kept)
         self.faults = []
         self._replace(unfit)
         for number in kept:
@@ -206,8 +180,8 @@ class RankProcesses:
     ) -> bool:
         """Further the start of an epoch, for timeout_s at most; whether every rank is ready.
 
-        Returns early when something came, and after a wake(). Raises StartError if nobody gets on,
-        and what a rank reports.
+        Returns early when something came, and after a wake(). Raises StallError for a rank that
+        gives no sign of life, StartError for one that does not get on, and what a rank reports.
         """
         start = self._start
         if start is None:
@@ -215,20 +189,13 @@ class RankProcesses:
         began = time.monotonic()
         messages = self._receive(timeout_s)
         waited_s = min(timeout_s, time.monotonic() - began)
-        start.waited_s += waited_s
         # A host that is away is waited for, however long.
-        quiet = not messages and not self._hosts_are_away
-        start.quiet_s = start.quiet_s + waited_s if quiet else 0.0
-        for message in messages:
-            # What ranks said before they noted the new epoch is void.
-            match message:
-                case Loading():
-                    on_progress(message)
-                case Loaded() if message.epoch == self._epoch:
-                    start.loaded[message.rank] = message
-                case Ready() if message.epoch == self._epoch:
-                    start.ready.add(message.rank)
+        in_vain = not messages and not self._hosts_are_away
+        start.waited(self._processes, waited_s, in_vain)
+        start.take(messages, on_progress)
         if len(start.ready) == len(self._processes):
+            for rank in self._processes:
+                rank.was_ready = True
             self._start = None
             return True
         self._tell_cache(start)
@@ -263,9 +230,8 @@ class RankProcesses:
         Not thread-safe, unlike wake(). Silent ranks are missing.
         """
         answers = ask([rank.watch for rank in self._processes], last, timeout_s)
-        now = time.monotonic()
         for answer in answers:
-            self._processes[answer.rank].heard_at = now
+            self._processes[answer.rank].answered()
         return answers
 
     def signs_of_life(self) -> list[float]:
@@ -372,7 +338,7 @@ class RankProcesses:
             there = {rank.number: size for rank, size in sizes.items() if rank.node}
             self._hosts.promise_memory(there)
 
-    def _tell_cache(self, start: _Start) -> None:
+    def _tell_cache(self, start: EpochStart) -> None:
         """Once all have loaded, and it is decided how large the cache is."""
         if start.cache_told or start.num_blocks is None or len(start.loaded) < len(self._processes):
             return
@@ -381,30 +347,22 @@ class RankProcesses:
         for rank in self._processes:
             peers = [edge for edge in listening if edge.source == rank.number]
             rank.send(CacheConfig(start.num_blocks, peers))
-        if start.kept:
-            new = [rank for rank in self._processes if rank.number not in start.kept]
-            self._promise(start.num_blocks, new)
+        new = [rank for rank in self._processes if rank.number not in start.kept]
+        self._promise(start.num_blocks, new)
 
     @property
     def _hosts_are_away(self) -> bool:
         hosts, nodes = self._hosts, {rank.node for rank in self._processes if rank.node}
         return hosts is not None and not all(hosts.is_there(node) for node in nodes)
 
-    def _judge(self, start: _Start) -> None:
-        """Replace ranks that live on but do not note the new epoch. Raises StartError if nobody
-        gets on."""
-        deaf = start.kept - start.loaded.keys()
-        if deaf and start.waited_s > _NOTICE_DEADLINE:
-            start.kept -= deaf
-            self._replace(deaf)
-        if start.quiet_s > _START_DEADLINE:
-            said = start.ready if start.cache_told else start.loaded.keys()
-            missing = [rank for rank in self._processes if rank.number not in said]
-            self.stand_still(tuple(rank.number for rank in missing))
-            raise StartError(
-                f"{' and '.join(rank.name for rank in missing)} showed no progress for "
-                f"{_START_DEADLINE:g} s while starting"
-            )
+    def _judge(self, start: EpochStart) -> None:
+        """Replace ranks that live on but do not note the new epoch. Raises StallError or StartError
+        if somebody does not get on."""
+        self._replace(start.deaf(self._processes))
+        if (stuck := start.stuck(self._processes)) is not None:
+            error, ranks = stuck
+            self.stand_still(tuple(rank.number for rank in ranks))
+            raise error
 
     def _receive(self, timeout_s: float) -> list[FromRank]:
         """All messages at hand; raises what is to be told if a rank failed or died."""
@@ -416,7 +374,10 @@ class RankProcesses:
             messages = self._read(wait_s)
             failures = self._failures(messages)
             if failures or self._dead():
-                raise self._fault(failures)
+                error, self.faults = find_fault(
+                    self._processes, failures, lambda: self._failures(self._read(0.0)), self._ranks
+                )
+                raise error
             if messages or self._woken or time.monotonic() >= deadline:
                 self._woken = False
                 return messages
@@ -435,66 +396,7 @@ class RankProcesses:
         return messages
 
     def _failures(self, messages: Iterable[FromRank]) -> list[Failure]:
-        """Those of this epoch: of the one before, all is over."""
-        return [m for m in messages if isinstance(m, Failure) and m.epoch == self._epoch]
+        return failures_of(messages, self._epoch)
 
     def _dead(self) -> list[RankProcess]:
         return [rank for rank in self._processes if rank.dead]
-
-    def _fault(self, failures: list[Failure]) -> HeadraceError:
-        """The error to raise, once there was time for everybody's last word; faults says whose.
-
-        A dead or stuck rank makes its neighbours fail too, so blame goes in this order: a rank
-        that reports a fault of its own; one that died without a word; the rank whose links were
-        lost and that itself still lives; a rank that lost a link.
-        """
-        deadline = time.monotonic() + _LAST_WORDS
-        while True:
-            failures += self._failures(self._read(0.0))
-            own = [failure for failure in failures if failure.lost_peer is None]
-            speakers = {failure.rank for failure in failures}
-            mute = [rank for rank in self._dead() if rank.number not in speakers]
-            # One that ends by itself may have said why.
-            killed = [rank for rank in mute if (rank.process.returncode or 0) < 0]
-            if own or killed or time.monotonic() > deadline:
-                break
-            time.sleep(0.01)
-        self.faults = [RankFault(f.rank, f.step, outside=False) for f in own]
-        self.faults += [RankFault(r.number, None, outside=r.ended_from_outside) for r in mute]
-        if own:
-            return self._error_of(own[0])
-        if mute:
-            return PipelineError(mute[0].how_it_ended())
-        silent = [failure for failure in failures if failure.lost_peer not in speakers]
-        return self._error_of((silent or failures)[0])
-
-    def _error_of(self, failure: Failure) -> HeadraceError:
-        kind = getattr(errors, failure.kind, PipelineError)
-        error: HeadraceError = kind(f"{self._ranks.name(failure.rank)}: {failure.message}")
-        error.add_note(failure.details)
-        return error
-
-
-def bind_master(address: str, port: int) -> socket.socket:
-    """The rendezvous store's listening socket; port 0 picks a free one.
-
-    Raises StartError naming address and port if it cannot be had.
-    """
-    master = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # Connections of an earlier run that are still winding down do not count as a port in use.
-    master.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        master.bind((address, port))
-        master.listen()
-    except OSError as error:
-        master.close()
-        advice = (
-            "choose another --master-port or 0 for a free one"
-            if error.errno in (errno.EADDRINUSE, errno.EACCES)
-            else "--master-addr must be an IPv4 address of this machine"
-        )
-        raise StartError(
-            f"cannot listen on {address}:{port} for the stages to meet "
-            f"({error.strerror or error}): {advice}"
-        ) from error
-    return master

@@ -1,5 +1,6 @@
 """One rank's process as the engine's side has it: its sockets, its log, how it ends."""
 
+import contextlib
 import io
 import signal
 import time
@@ -15,7 +16,7 @@ from headrace.pipeline.process import LocalProcess, is_readable
 from headrace.pipeline.remote_process import RemoteProcess
 from headrace.pipeline.watch import connect_watch
 from headrace.protocol import codec
-from headrace.protocol.messages import FromRank, RankConfig, ToRank
+from headrace.protocol.messages import FromRank, RankConfig, ShowTimeline, ToRank
 
 # Seconds between two looks at a process whose end the system does not tell.
 _LOOK_S = 0.01
@@ -28,7 +29,8 @@ class RankProcess:
     """A rank that was started, and may have died meanwhile.
 
     node: its host, 0 for the engine's. socket: its ordered one for control; watch: to ask what it
-    does. heard_at: its last sign of life, on time.monotonic.
+    does. heard_at: its last sign of life, on time.monotonic. has_answered: whether it ever has;
+    before, others may speak for it. was_ready: whether it has been, in some epoch.
     """
 
     number: int
@@ -39,6 +41,8 @@ class RankProcess:
     socket: "zmq.Socket[bytes]"
     watch: "zmq.Socket[bytes]"
     heard_at: float
+    has_answered: bool = False
+    was_ready: bool = False
 
     def send(self, message: ToRank) -> None:
         """Queue a message to the rank."""
@@ -55,6 +59,25 @@ class RankProcess:
         if messages:
             self.heard_at = time.monotonic()
         return messages
+
+    def answered(self) -> None:
+        """It has, just now, what it was asked on its watch socket."""
+        self.heard_at, self.has_answered = time.monotonic(), True
+
+    def ask_for_answer(self) -> None:
+        """Have it answer, whatever it does."""
+        self.watch.send(codec.encode(ShowTimeline(last=0)))
+
+    def take_answers(self) -> bool:
+        """Whether it has answered, if it was asked."""
+        answered = False
+        with contextlib.suppress(zmq.ZMQError):
+            # Until none is there, or the next is one to the question before the last.
+            while self.watch.poll(0):
+                self.watch.recv(zmq.NOBLOCK)
+                self.answered()
+                answered = True
+        return answered
 
     @property
     def dead(self) -> bool:

@@ -72,7 +72,11 @@ def ask(stages: "Sequence[zmq.Socket[bytes]]", last: int, timeout_s: float) -> l
     while len(answers) < len(stages) and (left_s := asked_at + timeout_s - time.monotonic()) > 0:
         for socket, _ in poller.poll(max(1, int(left_s * 1000))):
             assert isinstance(socket, zmq.Socket)
-            answer = codec.decode_from_rank(socket.recv())
+            try:
+                answer = codec.decode_from_rank(socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                # A late answer to what was asked before, which zmq has dropped.
+                continue
             assert isinstance(answer, Timeline)
             answers.append(on_clock_of_asker(answer, asked_at, time.monotonic()))
             poller.unregister(socket)

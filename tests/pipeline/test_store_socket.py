@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.errors import StartError
-from headrace.pipeline.launch import bind_master
+from headrace.pipeline.store_socket import bind_master
 
 
 def test_a_port_in_use_is_named() -> None:
