@@ -357,6 +357,20 @@ def test_a_killed_engine_leaves_its_hosts_waiting_and_their_ranks_ended(
         server.process.wait()
 
 
+def test_a_rank_that_is_stopped_ends_with_its_host_and_with_the_engine(
+    model: str, key: Path, port: int
+) -> None:
+    with agents(2, port, key) as (killed, other):
+        with engine(model, port, key, 3):
+            stopped = [*killed.ranks(), *other.ranks()]
+            for rank in stopped:
+                rank.suspend()
+            killed.process.kill()
+            stopped[0].wait(30)
+        assert other.end() == 0
+        assert not stopped[1].is_running()
+
+
 def test_a_key_is_made_by_a_command(tmp_path: Path) -> None:
     command = ["-m", "headrace", "key", str(tmp_path / "key")]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True)

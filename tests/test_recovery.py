@@ -3,9 +3,11 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from census import descriptors
@@ -206,6 +208,18 @@ def test_a_stage_that_is_stopped_is_found_by_its_deadline_and_replaced(
         assert answers(llm, stop) == expected
         assert llm._running.recovery.status.restarts >= 1
         assert pids(llm)[1] != before[1]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_stage_that_is_stopped_ends_with_the_engine_however_that_is_closed(
+    model: str, in_order: bool
+) -> None:
+    with suppress(ZeroDivisionError), engine(model, 2) as llm:
+        there = pids(llm)
+        send(llm, 1, signal.SIGSTOP)
+        if not in_order:
+            raise ZeroDivisionError
+    assert not any(psutil.pid_exists(pid) for pid in there)
 
 
 @pytest.mark.parametrize("aborts", [False, True])

@@ -205,6 +205,19 @@ def test_stages_end_when_the_engine_is_killed(
         command.finish()
 
 
+def test_stages_that_are_stopped_end_too_when_the_engine_is_killed(
+    short_tmp: "tempfile.TemporaryDirectory[str]",
+) -> None:
+    with short_tmp as folder, start(2, Path(folder), SLEEPING) as command:
+        wait_for_text(command)
+        for stage in command.stages():
+            os.kill(stage, signal.SIGSTOP)
+        command.process.kill()
+        wait_until(lambda: command.processes() == [])
+        command.finish()
+        assert os.listdir(folder) == []
+
+
 def test_a_reader_that_goes_away_ends_the_command_quietly(
     short_tmp: "tempfile.TemporaryDirectory[str]",
 ) -> None:

@@ -1,7 +1,7 @@
 """A stage's process, started by pipeline/launch.py.
 
 Its arguments are the engine's process and the addresses of its own two sockets. When the engine is
-gone, however it went, this process ends too.
+gone, however it went, this process ends too, stopped or not.
 """
 
 import os
@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace.host.engine_folder import remove_abandoned
+from headrace.host.parent_end import continue_when_parent_ends
 from headrace.host.pinning import keep_out_second_openmp
 
 
@@ -37,6 +38,8 @@ def main() -> int:
     # all of a service's processes, must not race with that.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    # First of all: the thread below sees that the engine is gone, but not while it is stopped.
+    continue_when_parent_ends()
     engine, address, watch_address = sys.argv[1:]
     folder = Path(address.removeprefix("ipc://")).parent
     threading.Thread(target=_exit_with_engine, args=(int(engine), folder), daemon=True).start()
