@@ -54,20 +54,25 @@ MOMENTS: dict[str, Moment] = {
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[Moment, Callable[[RankProcesses], None]], Any]:
-    """Have something done once, after the first look at ranks that start at which it is so; gives
-    whether it was."""
+    """Have something done once, as soon as it is so while ranks start; gives whether it was."""
 
     def at(moment: Moment, then: Callable[[RankProcesses], None]) -> list[bool]:
         done: list[bool] = []
-        judge = RankProcesses._judge
 
-        def judge_and_do(self: RankProcesses, start: EpochStart) -> None:
-            judge(self, start)
-            if not done and moment(start):
-                done.append(True)
-                then(self)
+        def watched(name: str) -> None:
+            original = getattr(RankProcesses, name)
 
-        monkeypatch.setattr(RankProcesses, "_judge", judge_and_do)
+            def and_do(self: RankProcesses, start: EpochStart) -> None:
+                original(self, start)
+                if not done and moment(start):
+                    done.append(True)
+                    then(self)
+
+            monkeypatch.setattr(RankProcesses, name, and_do)
+
+        # The first is over before any rank can have answered to what it tells.
+        watched("_tell_cache")
+        watched("_judge")
         return done
 
     return at
