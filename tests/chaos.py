@@ -2,7 +2,8 @@
 
 Streams run all the time, and some are given up by their client; stages are killed, stopped, made to
 raise in a layer or while they load, have a link shut down under them, or are frozen together with
-their engine. First, middle and last stage, while they compute, load and recover. Every answer is
+their engine. First, middle and last stage, while they compute, load and recover; before, engines
+are started while stages are killed or stopped, and the last of them is used. Every answer is
 compared with that of an engine that nobody disturbed: tokens, text, and why it ended.
 
 Prints faults by kind and stage, requests, lost, wrong, and the longest pause of a stream; exit code
@@ -22,7 +23,7 @@ from random import Random
 import psutil
 
 from chaos_load import Account, Case, ask_on, make_cases, stream
-from disturbance import Disturbance, Harm, send
+from disturbance import Disturbance, Harm, send, start_disturbed
 from faults import Faults, planted
 from headrace import AsyncLLM
 from leftovers import files_left, processes_left
@@ -36,10 +37,15 @@ _SPARE_S = 600.0
 
 
 async def chaos(
-    engine: AsyncLLM, cases: list[Case], options: argparse.Namespace, faults: Faults, harm: Harm
+    engine: AsyncLLM,
+    cases: list[Case],
+    options: argparse.Namespace,
+    faults: Faults,
+    harm: Harm,
+    random: Random,
 ) -> Account:
     """Run the load, and the faults beside it."""
-    account, random, ended = Account(), Random(options.seed), asyncio.Event()
+    account, ended = Account(), asyncio.Event()
     disturbance = Disturbance(engine, faults, random, harm)
     clients = [
         asyncio.create_task(
@@ -92,24 +98,32 @@ async def in_use(engine: AsyncLLM) -> list[str]:
 
 async def run(options: argparse.Namespace, model: str, faults: Faults) -> list[str]:
     """Everything, and the report; gives what was not as it must be."""
-    cases, harm = make_cases(model, options.tokens), Harm()
-    with AsyncLLM(
-        model,
-        dtype="float32",
-        max_num_seqs=64,
-        pipeline_parallel_size=options.stages,
-        max_restarts=1_000_000,
-        stall_timeout=options.stall_timeout,
-    ) as engine:
-        if options.pause:
+    cases, harm, random = make_cases(model, options.tokens), Harm(), Random(options.seed)
+    left: list[str] = []
+
+    def start() -> AsyncLLM:
+        return AsyncLLM(
+            model,
+            dtype="float32",
+            max_num_seqs=64,
+            pipeline_parallel_size=options.stages,
+            max_restarts=1_000_000,
+            stall_timeout=options.stall_timeout,
+        )
+
+    if options.pause:
+        with start() as engine:
             account = await pause(engine, cases, options, harm)
-        else:
-            account = await chaos(engine, cases, options, faults, harm)
-        problems = account.lost + account.wrong + await in_use(engine)
-        recovery = engine.recovery
+    else:
+        for _ in range(options.starts - 1):
+            (await start_disturbed(start, options.stages, random, harm)).close()
+        with await start_disturbed(start, options.stages, random, harm) as engine:
+            account = await chaos(engine, cases, options, faults, harm, random)
+            left = await in_use(engine)
+    recovery = engine.recovery
     print(f"seed {options.seed}; restarts: {recovery.restarts}, in {recovery.seconds:.1f} s")
     print(f"{harm}\nfaults: {harm.faults.total()}, {account}")
-    return problems
+    return account.lost + account.wrong + left
 
 
 def main() -> int:
@@ -118,6 +132,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", help="default: a tiny checkpoint")
     parser.add_argument("--stages", type=int, default=3)
+    parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--stall-timeout", type=float, default=5.0)

@@ -7,17 +7,24 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 
 from faults import Faults
 from headrace import AsyncLLM
+from stage_processes import stage_processes
 
 # How often each fault is drawn: "cannot load" is a kill of a stage that then fails to load once.
 _KINDS = {"kill": 6, "stop": 1, "raise": 4, "cannot load": 2, "link shut": 5, "freeze": 1}
 # Of a stage that starts nobody expects steps.
 _WHILE_COMPUTING = ("stop", "raise", "freeze")
+# While all start for the first time: how often each is drawn, and how many there may be. Seconds
+# to the next.
+_AT_START = {"kill": 3, "stop": 1}
+_MOST_AT_START = 3
+_NEXT_AT_START_S = 2.5
 # A freeze lasts so many times as long as a stage may stand still.
 _FROZEN = 1.5
 
@@ -109,6 +116,22 @@ class Disturbance:
             send(process, signal.SIGSTOP)
         thawing.wait()
         self.harm.frozen_s += time.monotonic() - began
+
+
+async def start_disturbed(
+    start: Callable[[], AsyncLLM], ranks: int, random: Random, harm: Harm
+) -> AsyncLLM:
+    """Start an engine of so many ranks, while some are killed or stopped."""
+    starting = asyncio.create_task(asyncio.to_thread(start))
+    for _ in range(random.randint(1, _MOST_AT_START)):
+        await asyncio.wait([starting], timeout=random.uniform(0.0, _NEXT_AT_START_S))
+        stages = stage_processes(os.getpid())
+        victim = random.randrange(ranks)
+        (kind,) = random.choices(list(_AT_START), list(_AT_START.values()))
+        if not starting.done() and victim in stages:
+            send(stages[victim], signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            harm.note(f"{kind}, first start", place_of(victim, ranks))
+    return await starting
 
 
 def place_of(rank: int, ranks: int) -> str:

@@ -1,6 +1,5 @@
 """All that there is of a server while nobody asks for anything, to be compared with later."""
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ import psutil
 from census import descriptors, more, objects
 from leftovers import files_left, processes_left
 from serving.running_server import Server
+from stage_processes import stage_processes
 
 
 @dataclass
@@ -40,15 +40,8 @@ class Inside:
 
 def stages(server: Server) -> dict[str, int]:
     """Its living stages' process ids, by name."""
-    found = {}
-    for child in psutil.Process(server.command.process.pid).children():
-        try:
-            rank = re.search(r"/rank-(\d+)( |$)", " ".join(child.cmdline()))
-            if rank is not None and child.status() != psutil.STATUS_ZOMBIE:
-                found[f"rank {rank[1]}"] = child.pid
-        except psutil.NoSuchProcess:
-            continue
-    return dict(sorted(found.items()))
+    found = stage_processes(server.command.process.pid)
+    return {f"rank {rank}": process for rank, process in found.items()}
 
 
 def processes(server: Server) -> dict[str, int]:

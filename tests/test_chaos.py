@@ -132,7 +132,14 @@ def test_faults_on_real_stages_are_recovered_from(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     model = str(write_tiny_gguf(tmp_path / "tiny.gguf", max_positions=1024))
     options = argparse.Namespace(
-        minutes=0.1, seed=4, stages=3, streams=4, tokens=60, stall_timeout=5.0, pause=False
+        minutes=0.1,
+        seed=4,
+        stages=3,
+        starts=1,
+        streams=4,
+        tokens=60,
+        stall_timeout=5.0,
+        pause=False,
     )
     assert asyncio.run(run(options, model, planted(tmp_path))) == []
     said = capsys.readouterr().out
