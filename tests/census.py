@@ -44,13 +44,14 @@ if IS_STAGE or "headrace" in sys.orig_argv:
 """
 # Of kinds that begin so there are more or fewer also while nobody asks, but never more than so
 # many: microbatches, and what the newest steps left, for some windows; what the watch over the
-# event loop looks at; connections whose end was not noted yet.
+# event loop looks at; connections whose end was not noted yet, and what was asked by them.
 _COME_AND_GO = {
     "headrace.engine.microbatches._Group": 20,
     "headrace.engine.link_time._Way": 100,
     "headrace.pipeline.ledger._Entry": 50,
     "headrace.pipeline.local_link._Receive": 50,
     "headrace.protocol.": 100,
+    "headrace.sampling_params.SamplingParams": 5,
     "headrace.serving.connection.Connection": 5,
     "headrace.serving.loop_watch._Stretch": 2,
 }

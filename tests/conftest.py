@@ -25,8 +25,10 @@ from headrace.checkpoint.tokenizer import tokenizer_of_gguf
 from headrace.model.weights import open_tensors
 from stage_models import read_model, whole
 
-# Commands that tests start inherit what nohup, if it started the tests, ignores.
+# Commands that tests start inherit what nohup, or a shell that starts the tests in the background,
+# has them ignore.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test depends on how fast the machine is.
 hypothesis.settings.register_profile("headrace", deadline=None)
