@@ -3,12 +3,18 @@
 from dataclasses import dataclass, field
 
 import pytest
+from msgspec import structs
 
+from headrace.config import EngineConfig
 from headrace.deployment import first_start
-from headrace.deployment.first_start import bring_up
+from headrace.deployment.first_start import bring_up, check_hosts
+from headrace.deployment.machine import Cluster
+from headrace.deployment.resolve import resolve
 from headrace.deployment.restart_limit import RestartLimit
 from headrace.errors import HeadraceError, ModelError, PipelineError, StallError, StartError
 from headrace.protocol.fault import RankFault
+from headrace.protocol.hosts import LinkFigures
+from machines import FOUR_CORES, MODEL, speed
 
 FROM_OUTSIDE = [RankFault(1, None, outside=True)]
 OWN = [RankFault(1, None, outside=False)]
@@ -81,3 +87,15 @@ def test_a_rank_that_the_system_ended_for_want_of_memory_is_not_started_again(
     with pytest.raises(StartError, match="signal 9; the system had no memory left"):
         ranks.bring_up()
     assert ranks.epochs == []
+
+
+def test_a_host_with_stages_that_stays_away_ends_the_first_start_and_is_named() -> None:
+    names = ("ada", "bob")
+    hosts = tuple(structs.replace(FOUR_CORES, name=name, speed=speed(1.0)) for name in names)
+    links = {(0, 1): LinkFigures(1e-4, 1e8), (1, 0): LinkFigures(1e-4, 1e8)}
+    config = EngineConfig(model="model.gguf", pipeline_parallel_size=2, join_timeout=30)
+    deployment = resolve(config, MODEL, Cluster(hosts=hosts, links=links))
+    check_hosts({}, deployment)
+    check_hosts({1: 29.0, 2: 100.0}, deployment)
+    with pytest.raises(StartError, match=r"host 1 \(bob\) went away .* 30 s \(--join-timeout\)"):
+        check_hosts({1: 31.0}, deployment)

@@ -52,10 +52,10 @@ def bring_up(
 
 
 def check_hosts(away: Mapping[int, float], deployment: Deployment) -> None:
-    """Raises StartError for a host that has been away for longer than --join-timeout. away: by node
-    rank, for how many seconds."""
+    """Raises StartError for a host with stages that has been away for longer than --join-timeout.
+    away: by node rank, for how many seconds."""
     for node, away_s in away.items():
-        if away_s > deployment.config.join_timeout:
+        if node in deployment.hosts and away_s > deployment.config.join_timeout:
             name = deployment.cluster.hosts[node].name
             raise StartError(
                 f"host {node} ({name}) went away while starting, and did not come back within "
