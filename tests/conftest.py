@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Read when torch is loaded, here and in stages. Tests share few cores with many processes: a thread
@@ -22,6 +23,7 @@ from headrace.checkpoint.gguf_file import read_gguf
 from headrace.checkpoint.locate import locate_model
 from headrace.checkpoint.tensor_check import tensors_of
 from headrace.checkpoint.tokenizer import tokenizer_of_gguf
+from headrace.host.cluster_key import write_cluster_key
 from headrace.model.weights import open_tensors
 from stage_models import read_model, whole
 
@@ -132,3 +134,18 @@ def tiny_llama(tmp_path: Path) -> Path:
     from tiny_checkpoints import write_tiny_llama
 
     return write_tiny_llama(tmp_path / "tiny")
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    """A cluster key's file."""
+    write_cluster_key(tmp_path / "key")
+    return tmp_path / "key"
+
+
+@pytest.fixture
+def port() -> int:
+    """One of loopback that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        number: int = listener.getsockname()[1]
+        return number

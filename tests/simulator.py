@@ -182,15 +182,7 @@ class Simulation:
                 self._let_pass(pause)
             seen = len(self.pipeline.plans), self.pipeline.messages
             groups = self.engine.scheduler.num_microbatches
-            try:
-                self._take(self.engine.step())
-            except PipelineError:
-                if not (self.stages.killed or self.stages.cut_off):
-                    raise
-                self._restart([])
-                continue
-            except Poisoned as error:
-                self._end_by_poison(error)
+            if not self._step():
                 continue
             self.reached["change by the tuner"] += groups != self.engine.scheduler.num_microbatches
             turn += 1
@@ -199,14 +191,37 @@ class Simulation:
                 if not self._orders:
                     raise Deadlock(f"{self.engine.scheduler.steps_in_flight} steps in flight")
                 turn = max(turn, self._orders[0][0])
-        if self.stages.cut_off:
-            # What is left to do there nobody waits for.
+        while not self._stopped():
             self._restart([])
-        while not self.engine.settled:
-            self._take(self.engine.step())
-        self.stages.stop()
         self.plans += self.pipeline.plans
         self._check()
+
+    def _step(self) -> bool:
+        """One of the engine's; whether its pipeline did not break."""
+        try:
+            self._take(self.engine.step())
+        except PipelineError:
+            if not (self.stages.killed or self.stages.cut_off):
+                raise
+            self._restart([])
+        except Poisoned as error:
+            self._end_by_poison(error)
+        else:
+            return True
+        return False
+
+    def _stopped(self) -> bool:
+        """Whether the stages did all that was left to do, and ended: a cut link may keep them."""
+        if not self.stages.cut_off:
+            while not self.engine.settled:
+                self._step()
+            try:
+                self.stages.stop()
+                return True
+            except PipelineError:
+                if not self.stages.cut_off:
+                    raise
+        return False
 
     # What the seed draws
 

@@ -1,7 +1,6 @@
 """A host that stays away, here on loopback: the others take over its layers, or wait for it."""
 
 import logging
-import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ import pytest
 from command import wait_until
 from headrace import LLM
 from headrace.deployment.rebuild import Rebuild
-from headrace.host.cluster_key import write_cluster_key
 from joined_hosts import Agent, agents, start
 from test_recovery import Answers, answers
 from tiny_checkpoints import write_tiny_gguf
@@ -32,19 +30,6 @@ def expected(model: str) -> Answers:
     """Those of one host that nobody disturbed."""
     with LLM(model, **SETTINGS) as llm:
         return answers(llm)
-
-
-@pytest.fixture
-def key(tmp_path: Path) -> Path:
-    write_cluster_key(tmp_path / "key")
-    return tmp_path / "key"
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        number: int = listener.getsockname()[1]
-        return number
 
 
 @contextmanager

@@ -42,19 +42,6 @@ def alone(model: str) -> list[list[int]]:
         return tokens(llm)
 
 
-@pytest.fixture
-def key(tmp_path: Path) -> Path:
-    write_cluster_key(tmp_path / "key")
-    return tmp_path / "key"
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        number: int = listener.getsockname()[1]
-        return number
-
-
 def tokens(llm: LLM) -> list[list[int]]:
     return [answer.outputs[0].token_ids for answer in llm.generate(PROMPTS, PARAMS)]
 

@@ -14,7 +14,6 @@ from headrace.checkpoint.extents import Extent, tensor_extents
 from headrace.checkpoint.locate import ModelFiles, locate_model
 from headrace.checkpoint.tensor_check import tensors_of
 from headrace.errors import HeadraceError, StartError
-from headrace.host.cluster_key import write_cluster_key
 from headrace.protocol.model_config import StageShare
 from joined_hosts import Agent, agents, start
 from stage_models import read_model
@@ -23,19 +22,6 @@ from tiny_checkpoints import write_tiny_gguf, write_tiny_llama
 PROMPTS: list[Any] = [{"prompt_token_ids": [n + 1, *range(n, 2 * n + 3)]} for n in range(6)]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LAST = StageShare(2, 4, embeds=False, samples=True)
-
-
-@pytest.fixture
-def key(tmp_path: Path) -> Path:
-    write_cluster_key(tmp_path / "key")
-    return tmp_path / "key"
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        number: int = listener.getsockname()[1]
-        return number
 
 
 @pytest.fixture(scope="module")

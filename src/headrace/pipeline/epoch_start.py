@@ -79,6 +79,12 @@ class EpochStart:
     waited_s: float = 0.0
     _pulses: dict[RankProcess, _Pulse] = field(default_factory=dict)
 
+    @property
+    def all_loaded(self) -> list[Loaded] | None:
+        """What the ranks said of their weights, in their order; None until all have."""
+        said = [loaded for _, loaded in sorted(self.loaded.items())]
+        return said if len(said) == len(self.configs) else None
+
     def take(self, messages: Iterable[FromRank], on_progress: Callable[[Loading], None]) -> None:
         """What ranks said. What they said before they noted this epoch is void."""
         epoch = self.configs[0].epoch

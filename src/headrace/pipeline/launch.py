@@ -94,10 +94,10 @@ class RankProcesses:
         """Until every stage holds its weights. check: called once a second or more often, may
         raise. Raises StartError or what a stage reports."""
         assert self._start is not None
-        while len(self._start.loaded) < len(self._processes):
+        while (loaded := self._start.all_loaded) is None:
             check()
             self.look(_START_LOOK, on_progress)
-        return [loaded for _, loaded in sorted(self._start.loaded.items())]
+        return loaded
 
     def reserve_cache(self, bytes_per_block: list[int], choose: Callable[[int], int]) -> int:
         """The number of blocks that choose gives, which other engines then know of.
@@ -127,10 +127,7 @@ class RankProcesses:
         """What the ranks of an epoch that begins said of their weights: all have, and it is to be
         decided how large the cache is. None at any other time."""
         start = self._start
-        if start is None or start.num_blocks is not None:
-            return None
-        said = [loaded for _, loaded in sorted(start.loaded.items())]
-        return said if len(said) == len(self._processes) else None
+        return None if start is None or start.num_blocks is not None else start.all_loaded
 
     def decide_cache(self, num_blocks: int) -> None:
         """The cache of the epoch that begins has so many blocks."""
@@ -340,10 +337,11 @@ class RankProcesses:
 
     def _tell_cache(self, start: EpochStart) -> None:
         """Once all have loaded, and it is decided how large the cache is."""
-        if start.cache_told or start.num_blocks is None or len(start.loaded) < len(self._processes):
+        all_loaded = start.all_loaded
+        if start.cache_told or start.num_blocks is None or all_loaded is None:
             return
         start.cache_told = True
-        listening = [edge for loaded in start.loaded.values() for edge in loaded.listening]
+        listening = [edge for loaded in all_loaded for edge in loaded.listening]
         for rank in self._processes:
             peers = [edge for edge in listening if edge.source == rank.number]
             rank.send(CacheConfig(start.num_blocks, peers))
