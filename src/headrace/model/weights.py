@@ -47,12 +47,10 @@ class _SafetensorsTensors:
 
     def load(self, tensor: StoredTensor) -> torch.Tensor:
         stack = tensor.stack
-        if stack is None:
+        if stack is None or not stack.mxfp4:
             ((name, shape),) = tensor.stored
-            return _own_rows(self._read(name, shape, _DTYPES, None), tensor)
-        if not stack.mxfp4:
-            ((name, shape),) = tensor.stored
-            return _own_rows(self._read(name, shape, _DTYPES, stack.expert), tensor)
+            expert = None if stack is None else stack.expert
+            return _own_rows(self._read(name, shape, _DTYPES, expert), tensor)
         blocks, scales = (
             self._read(name, shape, _BYTES, stack.expert)[stack.first :: stack.step]
             for name, shape in tensor.stored
