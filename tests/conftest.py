@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # that waits for its neighbour must leave them the core, not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # No test depends on how fast the machine is.
 hypothesis.settings.register_profile("headrace", deadline=None)
 hypothesis.settings.load_profile("headrace")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not os.environ.get("HEADRACE_LONG"):
+        for item in items:
+            if item.get_closest_marker("long") is not None:
+                item.add_marker(pytest.mark.skip(reason="a long one: set HEADRACE_LONG=1"))
+
 
 # Code, prose, lists, numbers, other scripts; from one token to a few hundred.
 PROMPTS = [
@@ -120,6 +129,17 @@ class Oracle:
         if tokens == answer:
             self.known[tuple(prompt)] = answer
         return tokens
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_as_before() -> Iterator[None]:
+    """What a test runs in its own process, commands among others, handles signals in its way: later
+    tests would wait for an interrupt in vain."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -82,6 +82,7 @@ def test_unfinished_requests_go_on_without_a_host_that_is_gone_for_good(
         assert answers(llm) == expected
 
 
+@pytest.mark.long
 def test_without_the_memory_it_says_what_is_missing_and_waits_until_the_host_is_back(
     model: str,
     expected: Answers,
@@ -122,6 +123,7 @@ def test_without_the_memory_it_says_what_is_missing_and_waits_until_the_host_is_
         assert recovery.status.restarts == 1
 
 
+@pytest.mark.long
 def test_a_host_that_was_done_without_runs_stages_again_from_the_next_restart_on(
     model: str, expected: Answers, key: Path, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:

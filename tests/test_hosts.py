@@ -267,6 +267,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return due
 
 
+@pytest.mark.long
 def test_an_error_in_the_thread_that_has_the_hosts_is_recovered_from_as_if_they_had_gone(
     model: str, alone: list[list[int]], key: Path, port: int, breaks: threading.Event,
     caplog: pytest.LogCaptureFixture,
@@ -290,6 +291,7 @@ def test_an_error_in_the_thread_that_has_the_hosts_ends_a_start_before_they_are_
         engine(model, port, key, 2)
 
 
+@pytest.mark.long
 def test_a_fork_of_the_engine_holds_no_socket_by_which_hosts_tell_that_it_lives(
     model: str, key: Path, port: int
 ) -> None:
@@ -305,6 +307,7 @@ def test_a_fork_of_the_engine_holds_no_socket_by_which_hosts_tell_that_it_lives(
         assert agent.end() == 0
 
 
+@pytest.mark.long
 def test_a_rank_on_another_host_that_is_killed_while_it_starts_is_started_anew(
     model: str, alone: list[list[int]], key: Path, port: int
 ) -> None:
@@ -321,6 +324,7 @@ def test_a_rank_on_another_host_that_is_killed_while_it_starts_is_started_anew(
             assert llm._running.recovery.status.restarts == len(killed)
 
 
+@pytest.mark.long
 def test_a_killed_engine_leaves_its_hosts_waiting_and_their_ranks_ended(
     model: str, key: Path, port: int
 ) -> None:
@@ -344,6 +348,7 @@ def test_a_killed_engine_leaves_its_hosts_waiting_and_their_ranks_ended(
         server.process.wait()
 
 
+@pytest.mark.long
 def test_a_rank_that_is_stopped_ends_with_its_host_and_with_the_engine(
     model: str, key: Path, port: int
 ) -> None:

@@ -157,6 +157,7 @@ def test_hosts_apart_give_the_tokens_of_one(
         assert running.agent.wait(30) == 0
 
 
+@pytest.mark.long
 def test_a_short_cut_of_the_line_is_ridden_out(
     hosts: TwoHosts, model: Path, alone: str, key: Path
 ) -> None:
@@ -169,6 +170,7 @@ def test_a_short_cut_of_the_line_is_ridden_out(
         assert running.agent.wait(30) == 0
 
 
+@pytest.mark.long
 def test_after_a_long_cut_the_host_comes_again_and_nothing_is_lost(
     hosts: TwoHosts, model: Path, alone: str, key: Path
 ) -> None:
@@ -180,6 +182,7 @@ def test_after_a_long_cut_the_host_comes_again_and_nothing_is_lost(
         assert any("joined again" in line for line in running.log)
 
 
+@pytest.mark.long
 def test_a_host_that_is_killed_and_started_again_loses_nothing(
     hosts: TwoHosts, model: Path, alone: str, key: Path
 ) -> None:
@@ -192,6 +195,7 @@ def test_a_host_that_is_killed_and_started_again_loses_nothing(
         assert any("joined again" in line for line in running.log)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hosts", [BAD], indirect=True, ids=["bad_line"])
 def test_a_server_across_a_bad_line_answers_a_load_with_the_tokens_of_one_host(
     hosts: TwoHosts, model: Path, alone: str, key: Path

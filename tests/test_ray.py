@@ -177,13 +177,10 @@ def test_nodes_that_are_missing_are_told_with_those_there_are(
 
 @needs_ray
 def test_what_a_program_does_at_sigterm_is_left_as_it_was(model: str, cluster: RayCluster) -> None:
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with pytest.raises(StartError):
-            on_ray(model, pipeline_parallel_size=3, cpu_threads=3, join_timeout=1.0)
-        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with pytest.raises(StartError):
+        on_ray(model, pipeline_parallel_size=3, cpu_threads=3, join_timeout=1.0)
+    assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
 
 
 # Python runs it first in each process of a node: what actors find there.
@@ -193,6 +190,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.long
 @needs_ray
 @pytest.mark.parametrize("said", OTHERS)
 def test_another_headrace_on_a_node_is_told(
@@ -233,6 +231,7 @@ def llm(model: str, cluster: RayCluster) -> Iterator[LLM]:
         ray.shutdown()
 
 
+@pytest.mark.long
 @needs_ray
 def test_stages_on_nodes_of_ray_give_the_tokens_of_one_host(
     alone: list[list[int]], cluster: RayCluster, llm: LLM
@@ -243,6 +242,7 @@ def test_stages_on_nodes_of_ray_give_the_tokens_of_one_host(
     assert len({stage.ppid() for stage in cluster.stages()}) == 2
 
 
+@pytest.mark.long
 @needs_ray
 def test_an_actor_that_is_killed_is_created_anew_and_nothing_is_lost(
     alone: list[list[int]], cluster: RayCluster, llm: LLM, caplog: pytest.LogCaptureFixture
@@ -255,6 +255,7 @@ def test_an_actor_that_is_killed_is_created_anew_and_nothing_is_lost(
     assert len(cluster.stages()) == 3
 
 
+@pytest.mark.long
 @needs_ray
 def test_a_node_that_is_gone_gives_its_place_to_another_and_nothing_is_lost(
     alone: list[list[int]], cluster: RayCluster, llm: LLM
@@ -269,6 +270,7 @@ def test_a_node_that_is_gone_gives_its_place_to_another_and_nothing_is_lost(
     assert len(cluster.stages()) == 3
 
 
+@pytest.mark.long
 @needs_ray
 def test_an_engine_that_is_closed_gives_back_all_but_a_connection_that_was_there(
     cluster: RayCluster, llm: LLM

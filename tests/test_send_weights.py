@@ -99,7 +99,7 @@ def content(extent: Extent) -> bytes:
         return os.pread(file.fileno(), extent.nbytes, extent.offset)
 
 
-@pytest.mark.parametrize("kind", ["gguf", "shards"])
+@pytest.mark.parametrize("kind", [pytest.param("gguf", marks=pytest.mark.long), "shards"])
 def test_a_host_receives_its_stages_tensors_and_no_others(
     request: pytest.FixtureRequest, tmp_path: Path, elsewhere: dict[str, Any], key: Path, port: int,
     kind: str,
@@ -124,6 +124,7 @@ def test_a_host_receives_its_stages_tensors_and_no_others(
     assert not {name for name in files_there if "tokenizer" in name}
 
 
+@pytest.mark.long
 def test_a_second_start_sends_nothing(
     gguf: str, elsewhere: dict[str, Any], key: Path, port: int
 ) -> None:
@@ -137,6 +138,7 @@ def test_a_second_start_sends_nothing(
             assert (" 0 GiB were in " in line) is sends
 
 
+@pytest.mark.long
 def test_a_host_and_a_rank_that_come_again_use_what_was_received(
     gguf: str,
     expected: list[list[int]],
@@ -166,6 +168,7 @@ def test_a_host_and_a_rank_that_come_again_use_what_was_received(
         assert " 0 GiB were in " in came(others[2])[0]
 
 
+@pytest.mark.long
 def test_a_host_that_had_the_model_is_sent_it_when_it_comes_without(
     gguf: str, expected: list[list[int]], elsewhere: dict[str, Any], key: Path, port: int
 ) -> None:
@@ -214,6 +217,7 @@ def test_a_model_that_was_named_and_is_not_there_is_an_error(
         assert agent.end() == 1
 
 
+@pytest.mark.long
 def test_a_host_with_the_same_flags_is_sent_the_model_too(
     gguf: str, expected: list[list[int]], elsewhere: dict[str, Any], key: Path, port: int
 ) -> None:

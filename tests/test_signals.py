@@ -2,7 +2,6 @@
 
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -10,13 +9,8 @@ from headrace.signals import on_ending_signals, put_off, unwind
 
 
 @pytest.fixture(autouse=True)
-def as_in_a_command() -> Iterator[None]:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
+def _as_in_a_command() -> None:
     on_ending_signals(unwind)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def test_what_is_under_way_is_done_before_a_signal_unwinds() -> None:

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -54,29 +55,32 @@ def key(tmp_path: Path) -> str:
 def torchruns(count: int, *arguments: str, processes: int = 1) -> Iterator[list[Torchrun]]:
     """So many hosts' torchruns with this command each. Nothing of them is left afterwards."""
     mark, port, started = Mark(), _two_free_ports(), []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(*mark.variable)
-        started = [_start(node, count, processes, port, arguments) for node in range(count)]
-    try:
-        yield started
-        wait_until(lambda: not mark.processes())
-    finally:
-        for pid in mark.processes():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for torchrun in started:
-            torchrun.process.wait()
+    # Of its own, torchrun would leave a folder.
+    with tempfile.TemporaryDirectory() as logs:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(*mark.variable)
+            options = ("--log-dir", logs, "--nproc-per-node", str(processes))
+            started = [_start(node, count, port, options, arguments) for node in range(count)]
+        try:
+            yield started
+            wait_until(lambda: not mark.processes())
+        finally:
+            for pid in mark.processes():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for torchrun in started:
+                torchrun.process.wait()
 
 
 def _start(
-    node: int, count: int, processes: int, port: int, arguments: tuple[str, ...]
+    node: int, count: int, port: int, options: tuple[str, ...], arguments: tuple[str, ...]
 ) -> Torchrun:
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", str(count), "--node-rank", str(node)),
-            *("--nproc-per-node", str(processes)),
             *("--master-addr", "127.0.0.1", "--master-port", str(port)),
+            *options,
             *("-m", "headrace", *arguments),
         ],
         stdout=subprocess.PIPE,
@@ -113,7 +117,9 @@ def complete(url: str) -> str:
         return text
 
 
-@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "ending", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT]
+)
 def test_two_torchruns_serve_one_model_and_end_with_the_first(
     model: str, key: str, ending: signal.Signals
 ) -> None:

@@ -2,9 +2,8 @@
 
 import json
 import os
-import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -247,9 +246,8 @@ AS_PROCESS = [
 @pytest.fixture
 def run_here(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Finished]]:
+) -> Callable[..., Finished]:
     """`command.run` without a process of the command's own, though with its stages."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     mark = Mark()
     monkeypatch.setenv(*mark.variable)
 
@@ -259,9 +257,7 @@ def run_here(
         out, err = capfd.readouterr()
         return Finished(code, out, err, mark.processes())
 
-    yield run_here
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return run_here
 
 
 @pytest.mark.parametrize(
