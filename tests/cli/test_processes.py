@@ -1,8 +1,10 @@
 """Processes, sockets and signals: nothing is left behind, nothing listens to strangers."""
 
+import fcntl
 import os
 import signal
 import tempfile
+import termios
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -108,14 +110,23 @@ def test_a_signal_while_the_prompt_is_read_ends_the_command_without_a_word(tmp_p
     os.mkfifo(fifo)
     writers: list[int] = []
 
-    def is_read() -> bool:
+    def is_opened() -> bool:
         # Only then it can be opened for writing.
         with suppress(OSError):
             writers.append(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
         return bool(writers)
 
+    def waits_for_more() -> bool:
+        unread = bytearray(4)
+        fcntl.ioctl(writers[0], termios.FIONREAD, unread)
+        status: str = psutil.Process(command.process.pid).status()
+        return not any(unread) and status == psutil.STATUS_SLEEPING
+
     with Command([*LONG, *SLEEPING[:2], "--prompt-file", str(fifo)]) as command:
-        wait_until(is_read)
+        wait_until(is_opened)
+        os.write(writers[0], b"a")
+        # Python hears of a signal that comes just before a read only after the read.
+        wait_until(waits_for_more)
         command.process.send_signal(signal.SIGHUP)
         finished = command.finish()
     os.close(writers[0])
