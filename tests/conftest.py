@@ -133,8 +133,8 @@ class Oracle:
 
 @pytest.fixture(autouse=True)
 def _handlers_are_as_before() -> Iterator[None]:
-    """What a test runs in its own process, commands among others, handles signals in its way: later
-    tests would wait for an interrupt in vain."""
+    """A command that a test runs in this process replaces them, and the interrupts of later tests
+    would be lost."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     yield

@@ -1,7 +1,6 @@
 """A user's mistake ends in one clear line, in time, with nothing left behind."""
 
 import json
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -211,9 +210,8 @@ FAILURES = [
     cache_too_small,
     cache_larger_than_the_machine,
 ]
-# Much like others, and each takes several seconds: with HEADRACE_ALL_BAD_DAYS=1.
-if os.environ.get("HEADRACE_ALL_BAD_DAYS"):
-    FAILURES += [no_weights, missing_shard, tokenizer_of_another_model, quantized_weights]
+# Much like those, and each takes several seconds.
+LONG_FAILURES = [no_weights, missing_shard, tokenizer_of_another_model, quantized_weights]
 WRONG_USAGE = [
     prompt_too_long,
     more_positions_than_the_model_has,
@@ -262,7 +260,11 @@ def run_here(
 
 @pytest.mark.parametrize(
     ("case", "code"),
-    [(case, 1) for case in FAILURES] + [(case, 2) for case in WRONG_USAGE],
+    [
+        *((case, 1) for case in FAILURES),
+        *(pytest.param(case, 1, marks=pytest.mark.long) for case in LONG_FAILURES),
+        *((case, 2) for case in WRONG_USAGE),
+    ],
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )
 def test_a_mistake_ends_in_one_clear_line(
