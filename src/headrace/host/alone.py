@@ -4,7 +4,9 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 
 from headrace.errors import PipelineError
 from headrace.host.cpus import StageCpus
@@ -27,16 +29,20 @@ def answer_alone(
     the process. Raises PipelineError, with the last line that it complained in, if the process
     fails.
     """
-    process = start_process(
-        [sys.executable, "-P", "-m", __name__, module],
-        cpus,
-        os.environ,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    # A file: of a pipe, communicate() forgets what it has not written when its time is over.
+    with tempfile.TemporaryFile() as given:
+        given.write(task)
+        given.seek(0)
+        process = start_process(
+            [sys.executable, "-P", "-m", __name__, module],
+            cpus,
+            os.environ,
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
     try:
-        answer, complaints = _communicate(process, task, check)
+        answer, complaints = _communicate(process, check)
     finally:
         process.kill()
         process.wait()
@@ -47,16 +53,12 @@ def answer_alone(
 
 
 def _communicate(
-    process: subprocess.Popen[bytes], task: bytes, check: Callable[[], None]
+    process: subprocess.Popen[bytes], check: Callable[[], None]
 ) -> tuple[bytes, bytes]:
-    given: bytes | None = task
     while True:
         check()
-        try:
-            return process.communicate(given, timeout=_LOOK_S)
-        except subprocess.TimeoutExpired:
-            # The next call goes on where this one was, and takes no task.
-            given = None
+        with suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=_LOOK_S)
 
 
 if __name__ == "__main__":
