@@ -61,7 +61,7 @@ MUTANTS = [
     _mutant(
         "wait skipped",
         "pipeline.stage_loop:_Stage._complete_feedback",
-        ("yield Wait(self._role.feedback_edge, step)", "yield from ()"),
+        ("yield Wait(self._feedback_in, step)", "yield from ()"),
     ),
     _mutant(
         "reference resolved to the step before",
@@ -72,6 +72,21 @@ MUTANTS = [
         "row index off by one",
         "pipeline.feedback:FeedbackRing.gather",
         ("fed[step][row]", "fed[step][max(0, row - 1)]"),
+    ),
+    _mutant(
+        "feedback to the first of several shards alone",
+        "pipeline.stage_loop:_Stage._feed_back",
+        ("in self._feedback_out:", "in self._feedback_out[:1]:"),
+    ),
+    _mutant(
+        "each shard of the last stage tells its result",
+        "pipeline.stage_loop:_Stage.run",
+        ("if role.speaks:", "if role.last:"),
+    ),
+    _mutant(
+        "all shards of the last stage are told how tokens are chosen",
+        "protocol.codec:encode_plan",
+        ("rank == ranks.sampler", "rank >= ranks.sampler"),
     ),
     _mutant(
         "feedback ring one place too short",
@@ -114,7 +129,7 @@ MUTANTS = [
     _mutant(
         "receive posted on the wrong edge",
         "pipeline.stage_loop:_Stage.post_receives",
-        ("PostReceive(role.feedback_edge,", "PostReceive(role.activations_out,"),
+        ("PostReceive(self._feedback_in,", "PostReceive(role.activations_out,"),
     ),
     _mutant(
         "prefix block shared before it is written",

@@ -96,8 +96,8 @@ class _Executor(ModelExecutor):
 
     def begin(self, plan: Plan) -> None:
         told = plan.rules or plan.dropped or any(a.sampling or a.rules for a in plan.admitted)
-        if told and not self.model.program.head:
-            raise SimulationError(f"step {plan.step} tells a stage before the last how to choose")
+        if told and not (self.model.program.head and self.samples):
+            raise SimulationError(f"step {plan.step} tells a rank how to choose that does not")
         super().begin(plan)
 
 
@@ -120,6 +120,9 @@ class Simulation:
         rng = self._rng = random.Random(seed)
         self.clock = VirtualClock(random.Random(rng.random()))
         self.num_stages = rng.choice([1, 2, 2, 3, 3, 4])
+        # Drawn apart from all else.
+        shards = random.Random(f"shards {seed}").choice([1, 1, 1, 2, 2, 3])
+        self.ranks = Ranks(self.num_stages, shards)
         most = rng.randint(1, self.num_stages + 2)
         self._most_microbatches = most
         tuned = rng.random() < 0.3
@@ -147,7 +150,7 @@ class Simulation:
             tokenizer=_TOKENIZER,
             vocab_size=VOCAB,
             pace=Pace(
-                Ranks(self.num_stages),
+                self.ranks,
                 window_of(most, self.num_stages),
                 MicrobatchTuner(most) if tuned else None,
             ),
@@ -257,36 +260,37 @@ class Simulation:
         """living: by rank, what computes on those that live on."""
         link_delay, socket_delay, compute = (self._times(rng) for _ in range(3))
         hold_up = self._times(rng, mostly_none=True)
-        slow = [rng.choice([1.0, 1.0, 1.0, 8.0]) for _ in range(self.num_stages)]
+        slow = [rng.choice([1.0, 1.0, 1.0, 8.0]) for _ in range(self.ranks.count)]
         stalls = {
-            (rng.randrange(self.num_stages), rng.randint(0, 40)) for _ in range(rng.choice([0, 1]))
+            (rng.randrange(self.ranks.count), rng.randint(0, 40)) for _ in range(rng.choice([0, 1]))
         }
 
         executor = _DeviceExecutor if self.seed % 3 == 0 else _Executor
 
-        def compute_s(stage: int, plan: Plan, kind: str) -> float:
-            if kind == "forward" and (stage, plan.step) in stalls:
+        def compute_s(rank: int, plan: Plan, kind: str) -> float:
+            if kind == "forward" and (rank, plan.step) in stalls:
                 self.reached["stall"] += 1
                 return _STALL_S
-            return compute() * slow[stage]
+            return compute() * slow[rank]
 
         network = VirtualNetwork(
             self.clock,
-            Ranks(self.num_stages),
+            self.ranks,
             delay=lambda channel: link_delay(),
             bytes_per_s=rng.choice([None, 1e4]),
         )
         self._executors = [
             living.get(rank)
             or executor(
-                model=ToyModel(share),
+                model=ToyModel(self._shares[self.ranks.stage_of(rank)]),
                 max_num_seqs=config.max_num_seqs,
                 num_blocks=config.num_blocks,
                 block_size=config.block_size,
                 max_blocks=-(-MAX_MODEL_LEN // config.block_size),
                 device=torch.device("cpu"),
+                samples=rank == self.ranks.sampler,
             )
-            for rank, share in enumerate(self._shares)
+            for rank in range(self.ranks.count)
         ]
         for rank, own in enumerate(self._executors):
             own.poison = self._poison_of(rank)
@@ -296,6 +300,7 @@ class Simulation:
             list(self._executors),
             self.window,
             config.max_num_seqs,
+            num_shards=self.ranks.num_shards,
             epoch=epoch,
             blocking_feedback=rng.random() < 0.3,
             compute_s=compute_s,
@@ -308,7 +313,7 @@ class Simulation:
         return Watched(
             self.stages,
             epoch,
-            self.num_stages,
+            self.ranks.count,
             self.window,
             self._stray,
             self.reached,
@@ -425,10 +430,10 @@ class Simulation:
         if self.stages.killed:
             # Nobody has noticed the last time yet.
             self._restart([])
-        rng, ranks = self._kill_rng, range(self.num_stages)
+        rng, ranks = self._kill_rng, range(self.ranks.count)
         self._victims = list(ranks) if rng.random() < 0.4 else [rng.choice(ranks)]
-        self.reached["one rank of several lost"] += len(self._victims) < self.num_stages
-        if len(self._victims) == self.num_stages:
+        self.reached["one rank of several lost"] += len(self._victims) < len(ranks)
+        if len(self._victims) == len(ranks):
             self.stages.kill()
             return
         self.stages.kill(*self._victims)
@@ -438,7 +443,7 @@ class Simulation:
     def _cut(self) -> None:
         """Soon, in the middle of whatever the stages do then."""
         rng, stages = self._cut_rng, self.stages
-        if channels := edges(Ranks(self.num_stages)):
+        if channels := edges(self.ranks):
             cut = partial(stages.cut, rng.choice(channels))
             self.clock.schedule(rng.choice([0.0, 5.0]) * _SCALE_S * rng.random(), cut)
 
@@ -475,7 +480,7 @@ class Simulation:
             alone = [other.prompt for other in self.requests].count(request.prompt) == 1
             if alone:
                 position = rng.choice([0, 0, len(request.prompt) + rng.randint(0, 3)])
-                self._poison = request, rng.randrange(self.num_stages), position
+                self._poison = request, rng.randrange(self.ranks.count), position
         self._poison_rng = rng
 
     def _poison_of(self, rank: int) -> tuple[list[int], int, Callable[[int], Exception]] | None:
@@ -524,7 +529,7 @@ class Simulation:
         _equal(
             "rules on the stages",
             [len(own._rules) for own in self._executors],
-            [0] * self.num_stages,
+            [0] * self.ranks.count,
         )
         _equal("rules that the engine keeps", self.pipeline.rules, {})
         self.reached["preemption"] += scheduler.counters.preemptions

@@ -6,6 +6,7 @@ import pytest
 
 from headrace.progress import loading_display
 from headrace.protocol.messages import Loading
+from headrace.protocol.ranks import Ranks
 
 
 def test_a_phase_has_a_line_when_it_is_over_and_others_only_if_it_takes_long(
@@ -24,7 +25,7 @@ def test_a_phase_has_a_line_when_it_is_over_and_others_only_if_it_takes_long(
     clock = SimpleNamespace(monotonic=lambda: next(moments))
     # Its own alone: other threads look at the clock, too.
     monkeypatch.setattr("headrace.progress.time", clock)
-    with loading_display(2) as show:
+    with loading_display(Ranks(2)) as show:
         for _, message in told:
             show(message)
     assert capsys.readouterr().err.splitlines() == [

@@ -8,6 +8,7 @@ import typer
 from headrace.cli import app
 from headrace.errors import UsageError
 from headrace.protocol.messages import Activity, Timeline
+from headrace.protocol.ranks import Ranks
 from headrace.trace import trace_events, write_trace
 
 
@@ -57,7 +58,7 @@ def activity(step: int, microbatch: int, began: float = 0.0) -> Activity:
 def test_work_has_its_microbatchs_colour_and_letter_and_waits_are_grey() -> None:
     work = [activity(n, n % 4) for n in range(8)]
     wait = Activity("activation_wait", 3, 2, 3, 0.0, 1.0)
-    (row,) = rows(trace_events([Timeline(5, 1.0, [*work, wait])])).values()
+    (row,) = rows(trace_events([Timeline(5, 1.0, [*work, wait])], Ranks(6))).values()
     colours = [event["cname"] for event in row]
     assert len(set(colours[:4])) == 4
     assert colours[:4] == colours[4:8]
@@ -69,14 +70,14 @@ def test_work_has_its_microbatchs_colour_and_letter_and_waits_are_grey() -> None
 
 def test_letters_go_on_after_z() -> None:
     shown = Timeline(0, 1.0, [activity(0, n) for n in (25, 26, 51, 52)])
-    names = [event["name"].split()[-1] for event in rows(trace_events([shown]))[0]]
+    names = [event["name"].split()[-1] for event in rows(trace_events([shown], Ranks(1)))[0]]
     assert names == ["[z]", "[aa]", "[az]", "[ba]"]
 
 
 def test_moments_are_microseconds_since_the_first_and_what_goes_on_lasts_until_now() -> None:
     first = Timeline(0, 12.5, [Activity("forward", 0, 0, 0, 10.0, 11.0)])
     second = Timeline(1, 12.5, [Activity("activation_wait", 0, 0, 0, 10.000002, None)])
-    found = rows(trace_events([first, second]))
+    found = rows(trace_events([first, second], Ranks(2)))
     assert [(e["ts"], e["dur"]) for e in found[0] + found[1]] == [
         (0.0, 1_000_000.0),
         (2.0, 2_499_998.0),
@@ -84,7 +85,7 @@ def test_moments_are_microseconds_since_the_first_and_what_goes_on_lasts_until_n
 
 
 def test_no_activities_are_a_trace_too(tmp_path: Path) -> None:
-    write_trace(tmp_path / "t.json", [Timeline(0, 1.0, [])], "nothing ran")
+    write_trace(tmp_path / "t.json", [Timeline(0, 1.0, [])], "nothing ran", Ranks(1))
     assert json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"]
 
 

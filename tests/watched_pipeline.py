@@ -31,7 +31,7 @@ class Watched:
 
     stages: VirtualStages
     epoch: int
-    num_stages: int
+    num_ranks: int
     window: int
     stray: Callable[[], bool]
     reached: Counter[str] = field(default_factory=Counter)
@@ -59,8 +59,8 @@ class Watched:
         self._count(plan)
         self._follow_rules(plan)
         if self.stray():
-            for stage in range(self.num_stages):
-                self.stages.send_to(stage, replace(plan, epoch=plan.epoch + 1))
+            for rank in range(self.num_ranks):
+                self.stages.send_to(rank, replace(plan, epoch=plan.epoch + 1))
             self.reached["plan of another epoch"] += 1
         self.stages.send(plan)
 

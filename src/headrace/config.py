@@ -7,6 +7,7 @@ from headrace.checks import unknown_name
 from headrace.engine.prefill_policy import PrefillPolicyName
 from headrace.errors import UsageError
 from headrace.protocol.messages import LinkEmulation
+from headrace.protocol.ranks import Ranks
 from headrace.sampling_params import MAX_SEED
 from headrace.setting import Setting, check_settings, declared_settings, size_in_bytes
 
@@ -26,6 +27,14 @@ class EngineConfig:
 
     model: Annotated[str, Setting("GGUF file, Hugging Face directory, or smollm2.")]
     pipeline_parallel_size: Annotated[int, Setting("Number of stages.", short="-pp", least=1)] = 1
+    tensor_parallel_size: Annotated[
+        int,
+        Setting(
+            "Shards of each stage, on one host, that compute its layers together.",
+            short="-tp",
+            least=1,
+        ),
+    ] = 1
     layer_partition: Annotated[
         str | None, Setting("Layers per stage, such as 19,11; default: by cost.")
     ] = None
@@ -255,6 +264,11 @@ class EngineConfig:
         if isinstance(model, EngineConfig):
             return replace(model, **settings)
         return cls(model=model, **settings)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The pipeline's processes."""
+        return Ranks(self.pipeline_parallel_size, self.tensor_parallel_size)
 
     @property
     def kv_cache_bytes(self) -> int | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from headrace.engine.stall import title
 from headrace.protocol.messages import Activity, Timeline
+from headrace.protocol.ranks import Ranks
 
 # Reserved colour names, which are all that "cname" may be, from tracing/base/color_scheme.html in
 # github.com/catapult-project/catapult: well apart from each other, one for each microbatch in turn.
@@ -23,13 +24,13 @@ _MICROBATCH_COLOURS = (
 _WAIT_COLOUR = "grey"
 
 
-def write_trace(file: Path, timelines: Iterable[Timeline], title: str) -> None:
+def write_trace(file: Path, timelines: Iterable[Timeline], title: str, ranks: Ranks) -> None:
     """Write what trace_events() makes of the time lines. Raises OSError if that fails.
 
     title: what ran, such as that it was synthetic.
     """
     trace = {
-        "traceEvents": trace_events(timelines),
+        "traceEvents": trace_events(timelines, ranks),
         "displayTimeUnit": "ms",
         "otherData": {"title": title},
     }
@@ -37,8 +38,8 @@ def write_trace(file: Path, timelines: Iterable[Timeline], title: str) -> None:
         json.dump(trace, out, separators=(",", ":"))
 
 
-def trace_events(timelines: Iterable[Timeline]) -> list[dict[str, Any]]:
-    """One row a stage; an event for each activity, in microseconds since the earliest one.
+def trace_events(timelines: Iterable[Timeline], ranks: Ranks) -> list[dict[str, Any]]:
+    """One row a rank; an event for each activity, in microseconds since the earliest one.
 
     The format is described in the "Trace Event Format" document of the catapult project. Work has
     its microbatch's colour, waits are grey. Perfetto does not look at colours in the file (its
@@ -50,16 +51,14 @@ def trace_events(timelines: Iterable[Timeline]) -> list[dict[str, Any]]:
     events = []
     for line in lines:
         row = {"pid": 0, "tid": line.rank}
-        events.append({**row, "ph": "M", "name": "thread_name", "args": _name(line.rank)})
+        events.append(
+            {**row, "ph": "M", "name": "thread_name", "args": {"name": ranks.name(line.rank)}}
+        )
         events.append(
             {**row, "ph": "M", "name": "thread_sort_index", "args": {"sort_index": line.rank}}
         )
         events += [{**row, **_event(activity, origin, line.now)} for activity in line.activities]
     return events
-
-
-def _name(stage: int) -> dict[str, str]:
-    return {"name": f"stage {stage}"}
 
 
 def _event(activity: Activity, origin: float, now: float) -> dict[str, Any]:

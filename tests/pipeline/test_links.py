@@ -216,6 +216,7 @@ def test_edges_are_one_per_neighbour_and_one_for_feedback() -> None:
     assert edges(Ranks(1)) == []
     assert [(e.source, e.target) for e in edges(Ranks(2))] == [(0, 1), (1, 0)]
     assert [(e.source, e.target) for e in edges(Ranks(4))] == [(0, 1), (1, 2), (2, 3), (3, 0)]
-    # Shard to shard: stages are ranks 0 and 1, 2 and 3, 4 and 5.
-    two_shards = [(0, 2), (1, 3), (2, 4), (3, 5), (4, 0), (5, 1)]
+    # Stages are ranks 0 and 1, 2 and 3, 4 and 5; the first shard of the last samples.
+    two_shards = [(0, 2), (1, 3), (2, 4), (3, 5), (4, 0), (4, 1)]
     assert [(e.source, e.target) for e in edges(Ranks(3, 2))] == two_shards
+    assert [(e.source, e.target) for e in edges(Ranks(1, 3))] == [(0, 1), (0, 2)]

@@ -45,6 +45,7 @@ class Latency:
         return {
             "model": config.model,
             "pp": config.pipeline_parallel_size,
+            "tp": config.tensor_parallel_size,
             "dtype": self.dtype,
             "input_len": batch.input_len,
             "output_len": batch.output_len,

@@ -24,7 +24,9 @@ def running_engine(
     """
     prefix = f"{name} pipeline: " if name else ""
     watch = StartWatch(
-        on_progress=lambda m: say(f"{prefix}stage {m.rank}, {m.phase} {m.fraction:.0%}")
+        on_progress=lambda m: say(
+            f"{prefix}{config.ranks.name(m.rank)}, {m.phase} {m.fraction:.0%}"
+        )
     )
     running = launch(config, watch, recorder, order)
     try:

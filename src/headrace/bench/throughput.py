@@ -41,6 +41,7 @@ class Throughput:
         return {
             "model": config.model,
             "pp": config.pipeline_parallel_size,
+            "tp": config.tensor_parallel_size,
             "dtype": self.dtype,
             "num_prompts": batch.num_prompts,
             "input_len": batch.input_len,
@@ -102,9 +103,9 @@ def measure_throughput(
         config=config,
         batch=batch,
         dtype=running.card.dtype,
-        layers=[stage.layers for stage in running.card.stages],
+        layers=[stage.layers for stage in running.card.by_rank],
         cpus=list(running.deployment.cpus),
-        kernels=[stage.kernels for stage in running.card.stages],
+        kernels=[stage.kernels for stage in running.card.by_rank],
         ready_s=running.card.load_s,
         runs=runs,
     )

@@ -97,11 +97,17 @@ class GgufFile:
     tensors: dict[str, GgufTensor]
     _map: mmap.mmap = field(repr=False, compare=False)
 
-    def load(self, name: str, part: int | None = None) -> np.ndarray:
+    def load(
+        self,
+        name: str,
+        part: int | None = None,
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> np.ndarray:
         """The tensor as a float32 array of its shape that shares no memory with the file.
 
-        part: of a tensor that stacks several, this one alone is read. Raises ModelError if the
-        file has no such tensor.
+        part: of a tensor that stacks several, this one alone is read. rows, columns: of a matrix,
+        first and end of those that are read. Raises ModelError if the file has no such tensor.
         """
         tensor = self.tensors.get(name)
         if tensor is None:
@@ -110,9 +116,20 @@ class GgufFile:
         if part is not None:
             nbytes //= shape[0]
             shape, offset = shape[1:], offset + part * nbytes
+        if rows is not None:
+            nbytes //= shape[0]
+            offset, nbytes = offset + rows[0] * nbytes, (rows[1] - rows[0]) * nbytes
+            shape = (rows[1] - rows[0], *shape[1:])
         stored = np.frombuffer(self._map, np.uint8, nbytes, offset)
-        rows = prod(shape[:-1])
-        values = quants.dequantize(stored.reshape(rows, nbytes // rows), tensor.kind)
+        stored = stored.reshape(prod(shape[:-1]), -1)
+        first = 0
+        if columns is not None:
+            # Of a row, the blocks that they lie in.
+            numbers, size = GGML_QUANT_SIZES[tensor.kind]
+            begin, end = columns[0] // numbers, -(-columns[1] // numbers)
+            stored, first = stored[:, begin * size : end * size], columns[0] - begin * numbers
+            shape = (*shape[:-1], columns[1] - columns[0])
+        values = quants.dequantize(stored, tensor.kind)[:, first : first + shape[-1]]
         # float32 comes back as a view of the map; the other kinds are computed afresh.
         own = values.copy() if np.shares_memory(values, stored) else values
         # Or all that was ever read would count as this process's memory.

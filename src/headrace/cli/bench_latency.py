@@ -22,6 +22,7 @@ def latency(
         dict[str, Any],
         engine_flags(
             "pipeline_parallel_size",
+            "tensor_parallel_size",
             "layer_partition",
             "cpu_threads",
             "cpu_bind",

@@ -91,7 +91,7 @@ def overlap(
     # First, so that a full disk does not lose them.
     print_answer(measured.as_json(), as_json, _print_figures)
     if trace is not None:
-        write_trace(trace, measured.timelines["deferred"], measured.title)
+        write_trace(trace, measured.timelines["deferred"], measured.title, config.ranks)
     if plot is not None:
         draw(plot, measured.title, measured.panels)
     return 0

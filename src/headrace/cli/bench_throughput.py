@@ -23,6 +23,7 @@ def throughput(
         dict[str, Any],
         engine_flags(
             "pipeline_parallel_size",
+            "tensor_parallel_size",
             "layer_partition",
             "max_num_seqs",
             "max_num_batched_tokens",

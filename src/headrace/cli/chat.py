@@ -46,6 +46,7 @@ def chat(
         dict[str, Any],
         engine_flags(
             "pipeline_parallel_size",
+            "tensor_parallel_size",
             "layer_partition",
             "dtype",
             "max_model_len",
@@ -81,7 +82,7 @@ def chat(
     _refuse(context, _SERVER_FLAGS, "--model: they are for --url")
     # One conversation: its earlier turns are found in the prefix cache.
     config = EngineConfig(model=model, max_num_seqs=1, **engine)
-    with loading_display(config.pipeline_parallel_size) as on_progress:
+    with loading_display(config.ranks) as on_progress:
         llm = AsyncLLM(config, on_progress=on_progress, on_tokenizer=check_chats)
     if sys.stdin.isatty():
         print(f"{model}: {llm.card.line}", file=sys.stderr)

@@ -93,8 +93,7 @@ def generate(
         raise UsageError("the prompt is empty")
     if trace is not None:
         options.check_writable("--trace", trace)
-    num_stages = config.pipeline_parallel_size
-    display = nullcontext(lambda _: None) if as_json else loading_display(num_stages)
+    display = nullcontext(lambda _: None) if as_json else loading_display(config.ranks)
     with display as on_progress:
         llm = LLM(config, on_progress=on_progress)
     with llm:
@@ -110,7 +109,7 @@ def generate(
         answer = _generated(llm, ids, SamplingParams(**defaults | given), echo=not as_json)
         llm.settle()
         if trace is not None:
-            write_trace(trace, llm.timelines(), "; ".join([model, *_labels(llm)]))
+            write_trace(trace, llm.timelines(), "; ".join([model, *_labels(llm)]), llm.card.ranks)
         if as_json:
             print(json.dumps(_as_json(llm, ids, answer)))
         else:
@@ -187,13 +186,13 @@ def _as_json(llm: LLM, prompt: list[int], answer: _Generated) -> dict[str, Any]:
         "stages": [
             {
                 "layers": stage.layers,
-                "busy_fraction": round(usage.busy_fraction, 4),
-                "feedback_wait_s": round(usage.feedback_wait_s, 4),
-                "activation_wait_s": round(usage.activation_wait_s, 4),
+                "busy_fraction": round(shards[0].busy_fraction, 4),
+                "feedback_wait_s": round(shards[0].feedback_wait_s, 4),
+                "activation_wait_s": round(shards[0].activation_wait_s, 4),
                 "weight_bytes": stage.weight_bytes,
-                "peak_memory_bytes": usage.peak_memory_bytes,
+                "peak_memory_bytes": sum(shard.peak_memory_bytes for shard in shards),
             }
-            for stage, usage in zip(card.stages, now.usage, strict=True)
+            for stage, shards in zip(card.stages, card.ranks.by_stage(now.usage), strict=True)
         ],
     }
 
@@ -243,11 +242,11 @@ def _print_summary(llm: LLM, prompt: list[int], answer: _Generated) -> None:
     table = Table()
     for heading in ("stage", "layers", "busy", "feedback wait", "activation wait", "peak memory"):
         table.add_column(heading, justify="right")
-    stages = zip(card.stages, llm.snapshot.usage, strict=True)
-    for number, (stage, usage) in enumerate(stages):
+    for rank, usage in enumerate(llm.snapshot.usage):
+        name = card.ranks.name(rank).removeprefix("stage ")
         table.add_row(
-            str(number),
-            str(stage.layers),
+            name,
+            str(card.stages[card.ranks.stage_of(rank)].layers),
             f"{usage.busy_fraction:.0%}",
             f"{usage.feedback_wait_s:.2f} s",
             f"{usage.activation_wait_s:.2f} s",

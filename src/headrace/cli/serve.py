@@ -68,7 +68,7 @@ def serve(
     server["served_model_names"] = server["served_model_names"] or (model,)
     settings = ServerSettings(
         watch_loop=_WATCH_VARIABLE in os.environ,
-        max_connections=raise_open_files(config.pipeline_parallel_size),
+        max_connections=raise_open_files(config.ranks.count),
         **server,
     )
     _log_to_standard_error()
@@ -88,7 +88,7 @@ def serve(
         print(f"ready after {seconds:.1f} s: {url}/v1 (SIGTERM or Ctrl-C: drain)", flush=True)
 
     def load(check: Callable[[], None]) -> AsyncLLM:
-        with loading_display(config.pipeline_parallel_size, lines=True) as show:
+        with loading_display(config.ranks, lines=True) as show:
             return AsyncLLM(config, on_progress=show, check=check, on_tokenizer=_on_tokenizer)
 
     # Before the loader, whose thread nothing must leave alone.

@@ -71,7 +71,7 @@ def meet_hosts(config: EngineConfig, check: Callable[[], None]) -> HostMeeting:
             hosts = Hosts(
                 door,
                 secret,
-                _layout(config),
+                layout_of(config, config.nnodes),
                 config.model,
                 how_to_join=f"start `headrace join {address} --cluster-key-file ...` there, with a "
                 "copy of this host's key, and let it through the firewall",
@@ -146,7 +146,7 @@ def agent_of(config: EngineConfig, say: Callable[[str], None]) -> Agent:
         secret=_secret(config),
         interface=config.interface,
         node_rank=config.node_rank,
-        layout=_layout(config),
+        layout=layout_of(config, config.nnodes),
         # It may be what the engine's host calls the model.
         model=config.model if _lies_here(config.model) else None,
         receives=config.send_weights,
@@ -220,8 +220,14 @@ def _secret(config: EngineConfig) -> Secret:
     return read_cluster_key(Path(config.cluster_key_file))
 
 
-def _layout(config: EngineConfig) -> Layout:
-    return Layout(config.nnodes, config.pipeline_parallel_size, config.layer_partition)
+def layout_of(config: EngineConfig, nnodes: int) -> Layout:
+    """What hosts must have been told alike, of so many."""
+    return Layout(
+        nnodes,
+        config.pipeline_parallel_size,
+        config.tensor_parallel_size,
+        config.layer_partition,
+    )
 
 
 def _interface_of_master(config: EngineConfig) -> Interface:

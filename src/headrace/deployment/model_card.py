@@ -46,13 +46,19 @@ class ModelCard:
     load_s: float
 
     @property
+    def by_rank(self) -> list[StageCard]:
+        """Each rank's stage."""
+        return [self.stages[self.ranks.stage_of(rank)] for rank in range(self.ranks.count)]
+
+    @property
     def line(self) -> str:
         """How the model is served, in a line for people."""
         layers = " and ".join(str(stage.layers) for stage in self.stages)
         cache = max(stage.cache_bytes for stage in self.stages)
-        count = len(self.stages)
+        count, shards = len(self.stages), self.ranks.num_shards
+        of_shards = f" of {shards} shards" * (shards > 1)
         return (
-            f"{self.dtype}, {count} stage{'s' * (count > 1)} with {layers} layers, "
+            f"{self.dtype}, {count} stage{'s' * (count > 1)}{of_shards} with {layers} layers, "
             f"{self.stages[0].kernels} kernels, "
             f"cache for {self.num_blocks * self.block_size} tokens "
             f"({cache / 2**20:.0f} MiB a stage), at most {self.max_model_len} tokens a sequence, "

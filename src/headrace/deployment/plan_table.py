@@ -43,7 +43,7 @@ def plan_table(deployment: Deployment) -> Table:
         row = [host.label] * several + [str(rank)]
         row += [str(stage), str(ranks.shard_of(rank))] * shards
         row += [f"{share.first_layer}-{share.end_layer - 1}", f"{parts[stage]:.0%}"]
-        row += [_gib(need.weights(share)), _gib(need.cache(share))]
+        row += [_gib(size // ranks.num_shards) for size in (need.weights(share), need.cache(share))]
         row += [_gib(host.free_memory), host.speed.kernels if host.speed else ""] * several
         row += [cores_in_words(cpus.cpus) or "not pinned", str(cpus.threads)]
         row += [_link(deployment, rank)] * several
@@ -65,7 +65,7 @@ def _cost_parts(deployment: Deployment) -> list[float]:
 
 def _link(deployment: Deployment, rank: int) -> str:
     here = deployment.hosts[rank]
-    there = deployment.hosts[(rank + 1) % len(deployment.hosts)]
+    there = deployment.hosts[(rank + deployment.ranks.num_shards) % len(deployment.hosts)]
     if here == there:
         return "same host"
     link = deployment.cluster.links.get((here, there))

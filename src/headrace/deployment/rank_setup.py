@@ -9,6 +9,7 @@ from headrace.deployment.partition import layer_costs
 from headrace.deployment.resolve import Deployment
 from headrace.engine.step_cost import StepCost, prior_cost
 from headrace.host.memory import free_memory
+from headrace.model.shards import shard_program
 from headrace.pipeline.launch import RankProcesses
 from headrace.pipeline.store_socket import bind_master
 from headrace.protocol.messages import Loaded, RankConfig
@@ -38,7 +39,7 @@ def rank_config(
         share=share,
         model_path=str(model.files.path.resolve()),
         model_kind=model.files.kind,
-        program=model.program(share),
+        program=shard_program(model.program(share), ranks.shard_of(rank), ranks.num_shards),
         synthetic=model.synthetic,
         dtype=deployment.dtype,
         max_model_len=deployment.max_model_len,
@@ -89,12 +90,12 @@ def reserve_cache(
 ) -> int:
     """The number of cache blocks, which other engines then know of."""
     bytes_per_block = [rank.cache_bytes_per_block for rank in loaded]
+    by_stage = deployment.ranks.by_stage(list(zip(bytes_per_block, deployment.hosts, strict=True)))
 
     def fitting(node: int, free: int, promised: int) -> int:
-        """On a host, beside what its other engines were promised."""
-        ranks = zip(bytes_per_block, deployment.hosts, strict=True)
+        """On a host, beside what its other engines were promised. A stage's shards share one."""
         return choose_num_blocks(
-            [size for size, host in ranks if host == node],
+            [sum(size for size, _ in shards) for shards in by_stage if shards[0][1] == node],
             deployment.cache,
             block_size=deployment.config.block_size,
             max_model_len=deployment.max_model_len,

@@ -32,13 +32,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import headrace
 from headrace.checkpoint.locate import locate_model
 from headrace.config import EngineConfig
-from headrace.deployment.hosts import HostMeeting, joining_agent, meet
+from headrace.deployment.hosts import HostMeeting, joining_agent, layout_of, meet
 from headrace.errors import HeadraceError, StartError, UsageError
 from headrace.host.cluster_key import SECRET_BYTES, Secret
 from headrace.host.network import interface_named
 from headrace.pipeline.curve import open_door
 from headrace.pipeline.hosts import Hosts
-from headrace.protocol.cluster import Layout
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ def meet_hosts_on_ray(config: EngineConfig, check: Callable[[], None]) -> HostMe
         hosts = Hosts(
             door,
             secret,
-            Layout(actors.count + 1, config.pipeline_parallel_size, config.layer_partition),
+            layout_of(config, actors.count + 1),
             _everywhere(config.model),
             how_to_join="its actor runs (Ray's logs tell), so let it through the firewall",
             on_closed=actors.end,
@@ -134,7 +133,7 @@ class RayActors:
         self.count = config.nnodes if config.nnodes > 1 else config.pipeline_parallel_size
         # Where stages do not divide evenly, some hosts have one less.
         stages = -(-config.pipeline_parallel_size // self.count)
-        self._cpus = stages * (config.cpu_threads or 1)
+        self._cpus = stages * config.tensor_parallel_size * (config.cpu_threads or 1)
         self._receives, self._join_timeout_s = config.send_weights, config.join_timeout
         self.starting = True
         self._tasks: list[Any] = []

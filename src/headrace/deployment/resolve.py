@@ -26,6 +26,7 @@ from headrace.deployment.stage_memory import MemoryNeed, memory_need
 from headrace.engine.microbatch_count import MOST_MICROBATCHES, window_of
 from headrace.errors import UsageError
 from headrace.host.cpus import StageCpus, stage_cpus
+from headrace.model.shards import shard_program
 from headrace.protocol.messages import LinkBackend, LinkEmulation
 from headrace.protocol.model_config import ModelSizes, StageShare
 from headrace.protocol.ranks import Ranks
@@ -86,9 +87,10 @@ def resolve(config: EngineConfig, model: Model, cluster: Cluster) -> Deployment:
     Raises UsageError for settings that do not fit the model or the hosts, StartError for what
     cannot fit their memory: a context, and on several hosts the weights.
     """
-    # Tensor parallelism is still to come: a stage is one process.
-    ranks = Ranks(config.pipeline_parallel_size, num_shards=1)
+    ranks = config.ranks
     check_stage_count(model.sizes.num_layers, ranks.num_stages)
+    if ranks.num_shards > 1:
+        _check_shards(model, ranks.num_shards)
     max_model_len = _max_model_len(config, model.sizes)
     dtype = _dtype(config, model.sizes, cluster)
     need = _memory_need(config, model.sizes, dtype, max_model_len)
@@ -110,7 +112,7 @@ def resolve(config: EngineConfig, model: Model, cluster: Cluster) -> Deployment:
         cluster=cluster,
         ranks=ranks,
         shares=tuple(stage_shares(list(placement.layers))),
-        hosts=placement.hosts,
+        hosts=tuple(host for host in placement.hosts for _ in range(ranks.num_shards)),
         need=need,
         cpus=_cpus(config, cluster, placement),
         dtype=dtype,
@@ -126,6 +128,13 @@ def resolve(config: EngineConfig, model: Model, cluster: Cluster) -> Deployment:
         link_timeout=_link_timeout(config),
         stall_timeout=_stall_timeout(config, model.sizes),
     )
+
+
+def _check_shards(model: Model, count: int) -> None:
+    """Raises UsageError unless layers can be cut for so many shards."""
+    layer = model.program(StageShare(0, 1, embeds=True, samples=True))
+    for shard in range(count):
+        shard_program(layer, shard, count)
 
 
 def _placement(
@@ -154,14 +163,13 @@ def _placement(
 
 
 def _cpus(config: EngineConfig, cluster: Cluster, placement: Placement) -> tuple[StageCpus, ...]:
-    """By rank. A host's stages are consecutive, and so are their parts of --cpu-bind."""
-    bind, counts = config.cpu_bind, Counter(placement.hosts)
+    """By rank. A host's ranks are consecutive, and so are their parts of --cpu-bind."""
+    shards = config.tensor_parallel_size
+    bind = config.cpu_bind
+    counts = Counter({host: shards * n for host, n in Counter(placement.hosts).items()})
     lists = None if bind in ("auto", "none") else bind.split("|")
-    if lists is not None and len(lists) != len(placement.hosts):
-        raise UsageError(
-            f"--cpu-bind {bind} is for {len(lists)} stages, --pipeline-parallel-size is "
-            f"{len(placement.hosts)}"
-        )
+    if lists is not None and len(lists) != counts.total():
+        raise UsageError(f"--cpu-bind {bind} is for {_ranks_in_words(len(lists), config)}")
     cpus: list[StageCpus] = []
     for number in dict.fromkeys(placement.hosts):
         host, first, count = cluster.hosts[number], len(cpus), counts[number]
@@ -173,6 +181,17 @@ def _cpus(config: EngineConfig, cluster: Cluster, placement: Placement) -> tuple
             cores=host.cores,
         )
     return tuple(cpus)
+
+
+def _ranks_in_words(named: int, config: EngineConfig) -> str:
+    """How many cores' lists were named, and how many there should be."""
+    stages, shards = config.pipeline_parallel_size, config.tensor_parallel_size
+    if shards == 1:
+        return f"{named} stages, --pipeline-parallel-size is {stages}"
+    return (
+        f"{named} ranks, --pipeline-parallel-size {stages} and --tensor-parallel-size {shards} "
+        f"make {stages * shards}"
+    )
 
 
 def _max_model_len(config: EngineConfig, model: ModelSizes) -> int:
@@ -231,7 +250,7 @@ def _bytes_per_position(config: EngineConfig, model: ModelSizes, dtype: str) -> 
     """
     cache = sum(layer.cache_elements for layer in model.layers) * _ELEMENT_SIZES[dtype]
     tables = 4 * model.rotation_elements + 8 * config.sequences // config.block_size
-    return cache + config.pipeline_parallel_size * tables
+    return cache + config.ranks.count * tables
 
 
 def _stall_timeout(config: EngineConfig, model: ModelSizes) -> float:

@@ -10,6 +10,8 @@ from headrace.errors import StartError
 from headrace.execution.executor import Executor
 from headrace.execution.model_executor import ModelExecutor
 from headrace.execution.synthetic_executor import SyntheticExecutor
+from headrace.kernels.exchange import Exchange
+from headrace.kernels.path import has_native
 from headrace.model.bind import bind
 from headrace.model.interpreter import Interpreter
 from headrace.model.weights import open_tensors
@@ -21,15 +23,17 @@ def load_model(
 ) -> Interpreter | None:
     """The stage's program bound to its weights; None if it is synthetic.
 
-    on_progress: told the part that is done, from 0 to 1.
+    on_progress: told the part that is done, from 0 to 1. Raises StartError for shards without
+    native kernels, which add up for them, and ModelError for tensors that cannot be loaded.
     """
     if config.model_kind == "synthetic":
         return None
+    exchange = _exchange(config)
     source = open_tensors(ModelFiles(Path(config.model_path), config.model_kind))
     dtype = getattr(torch, config.dtype)
     with torch.inference_mode():
         weights = bind(config.program, source, dtype, device, config.max_model_len, on_progress)
-    return Interpreter(config.program, weights, dtype, device)
+    return Interpreter(config.program, weights, dtype, device, exchange)
 
 
 def stage_executor(
@@ -50,9 +54,22 @@ def stage_executor(
             block_size=config.block_size,
             max_blocks=-(-config.max_model_len // config.block_size),
             device=device,
+            samples=config.rank == config.ranks.sampler,
         )
     except (RuntimeError, MemoryError) as error:
         raise StartError(
             f"not enough memory for {num_blocks} cache blocks: "
             "lower --kv-cache-memory or --max-model-len"
         ) from error
+
+
+def _exchange(config: RankConfig) -> Exchange | None:
+    """With the stage's other shards, if there are any."""
+    if config.ranks.num_shards == 1:
+        return None
+    if not has_native():
+        raise StartError(
+            f"--tensor-parallel-size {config.ranks.num_shards} needs the native kernels, which are "
+            "missing: install a C++17 compiler, then headrace again"
+        )
+    return Exchange()

@@ -44,18 +44,36 @@ _PROMPT_LOGPROBS_AT_ONCE = 128
 
 @dataclass
 class _Slot:
-    """A running sequence on this stage. sampling is there on the last stage only."""
+    """A running sequence on this stage. sampling is there on the rank that samples only."""
 
     admission: Admission
     sampling: SlotSampling | None
     num_blocks: int = 0
 
 
+@dataclass(frozen=True)
+class _PromptRow:
+    """A row of a prompt. first: of its activations. targets: the token that follows each."""
+
+    number: int
+    first: int
+    targets: list[int]
+
+    @property
+    def pieces(self) -> Iterator[slice]:
+        """Of the activations, as many at a time as are scored together."""
+        for begin in range(0, len(self.targets), _PROMPT_LOGPROBS_AT_ONCE):
+            end = min(begin + _PROMPT_LOGPROBS_AT_ONCE, len(self.targets))
+            yield slice(self.first + begin, self.first + end)
+
+
 @dataclass
 class ModelExecutor:
     """Runs a stage's model. The KV cache belongs to it; block ids are the same on all stages.
 
-    num_blocks and block_size are the cache's; max_blocks bounds one slot's block table.
+    num_blocks and block_size are the cache's; max_blocks bounds one slot's block table. samples:
+    whether this rank chooses tokens, and tells of them; other shards of the last stage only do
+    their part of the scores.
     """
 
     model: StageModel
@@ -64,11 +82,12 @@ class ModelExecutor:
     block_size: int
     max_blocks: int
     device: torch.device
+    samples: bool = True
     _block_tables: np.ndarray = field(init=False)
     # By slot, the first position that is not computed yet; -1 for slots that nobody has.
     _next_positions: np.ndarray = field(init=False)
     _slots: dict[int, _Slot] = field(default_factory=dict, init=False)
-    # By number; on the last stage only.
+    # By number; on the rank that samples only.
     _rules: dict[int, SlotRules] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -132,6 +151,11 @@ class ModelExecutor:
         tokens: torch.Tensor | None,
     ) -> list[RowLogprobs]:
         """What rows report besides their tokens, in row order."""
+        if not self.samples:
+            for rows in self._prompt_rows(plan):
+                for some in rows.pieces:
+                    self.model.logits(activations[some])
+            return []
         sampled = {} if logits is None or tokens is None else self._sampled(plan, logits, tokens)
         prompts = self._prompt_logprobs(plan, activations)
         return [
@@ -162,7 +186,7 @@ class ModelExecutor:
             raise PlanOrderError(f"slot {admission.slot} is given out while it is taken")
         # A new object, so that nothing of the slot's former sequence can remain.
         sampling = None
-        if self.model.program.head:
+        if self.model.program.head and self.samples:
             rules = None
             if admission.rules is not None:
                 rules = self._rules.get(admission.rules)
@@ -200,23 +224,29 @@ class ModelExecutor:
     ) -> dict[int, list[TokenLogprobs]]:
         """By row, the reports on the prompt tokens that follow the row's own."""
         found: dict[int, list[TokenLogprobs]] = {}
+        for rows in self._prompt_rows(plan):
+            sampling = self._slot(plan.rows[rows.number].slot).sampling
+            assert sampling is not None
+            count = sampling.prompt_logprobs
+            assert count is not None
+            found[rows.number], done = [], 0
+            for some in rows.pieces:
+                logits = self.model.logits(activations[some])
+                targets = rows.targets[done : done + len(logits)]
+                found[rows.number] += token_logprobs(logits, targets, [count] * len(targets))
+                done += len(targets)
+        return found
+
+    def _prompt_rows(self, plan: Plan) -> Iterator[_PromptRow]:
+        """Those whose prompt's log-probabilities are asked for."""
         first = 0
         for number, row in enumerate(plan.rows):
             if row.yields & Yield.PROMPT_LOGPROBS:
-                slot = self._slot(row.slot)
                 assert row.start is not None
-                assert slot.sampling is not None
-                targets = slot.admission.prompt[row.start + 1 : row.start + 1 + len(row.inputs)]
-                count = slot.sampling.prompt_logprobs
-                assert count is not None
-                found[number] = []
-                for begin in range(0, len(targets), _PROMPT_LOGPROBS_AT_ONCE):
-                    some = targets[begin : begin + _PROMPT_LOGPROBS_AT_ONCE]
-                    at = first + begin
-                    logits = self.model.logits(activations[at : at + len(some)])
-                    found[number] += token_logprobs(logits, some, [count] * len(some))
+                prompt = self._slot(row.slot).admission.prompt
+                targets = prompt[row.start + 1 : row.start + 1 + len(row.inputs)]
+                yield _PromptRow(number, first, targets)
             first += len(row.inputs)
-        return found
 
     def _slot(self, number: int) -> _Slot:
         slot = self._slots.get(number)

@@ -24,7 +24,7 @@ from headrace.host.memory import memory_of
 _NAME = re.compile(r"headrace-[0-9a-f]{8}")
 # What lies in one: nothing else is ever removed.
 _CONTENT = re.compile(
-    r"(rank|watch)-\d+(-\d+)?|(activations|feedback)-\d+-\d+|rank-\d+\.log|promises(\.new)?"
+    r"(rank|watch)-\d+(-\d+)?|(activations|feedback|sums)-\d+-\d+|rank-\d+\.log|promises(\.new)?"
 )
 _PROMISES = "promises"
 # Seconds to wait for other engines to make their promises, which takes them none.

@@ -1,5 +1,7 @@
 """What the native extension has. Addresses and sizes are numbers; see native/module.cpp."""
 
+from collections.abc import Callable, Sequence
+
 threaded: bool
 
 def path_names() -> list[str]: ...
@@ -66,7 +68,16 @@ def experts(
 ) -> None: ...
 def soft_cap(x: int, count: int, cap: float, bfloat16: bool, /) -> None: ...
 def embed(
-    table: int, ids: int, out: int, rows: int, width: int, scale: float, bfloat16: bool, /
+    table: int,
+    ids: int,
+    out: int,
+    rows: int,
+    width: int,
+    scale: float,
+    first: int,
+    held: int,
+    bfloat16: bool,
+    /,
 ) -> None: ...
 def choose(
     logits: int, stride: int, width: int, choices: int, count: int, tokens: int, bfloat16: bool, /
@@ -129,10 +140,36 @@ class Step:
     ) -> None: ...
     def put(self, place: int, buffer: int, /) -> None: ...
 
+class Exchange:
+    def __init__(self) -> None: ...
+    @staticmethod
+    def memory_size(shards: int) -> int: ...
+    def join(
+        self,
+        memory: int,
+        shard: int,
+        shards: int,
+        spin_s: float,
+        check: Callable[[int, float], None],
+    ) -> None: ...
+    def leave(self) -> None: ...
+    def all_reduce(self, x: int, count: int, bfloat16: bool) -> None: ...
+    def gather(
+        self, part: int, out: int, rows: int, widths: Sequence[int], bfloat16: bool
+    ) -> None: ...
+
 class Program:
     def __init__(self, bfloat16: bool) -> None: ...
     def embed(
-        self, label: str, out: int, table: int, vocab: int, width: int, scale: float
+        self,
+        label: str,
+        out: int,
+        table: int,
+        vocab: int,
+        width: int,
+        scale: float,
+        first: int,
+        held: int,
     ) -> None: ...
     def norm(
         self,
@@ -221,6 +258,10 @@ class Program:
         hidden: int,
         inner: int,
         activation: str,
+    ) -> None: ...
+    def all_reduce(self, label: str, buffer: int, width: int, exchange: Exchange) -> None: ...
+    def gather(
+        self, label: str, source: int, out: int, widths: Sequence[int], exchange: Exchange
     ) -> None: ...
     def soft_cap(self, label: str, buffer: int, width: int, cap: float) -> None: ...
     def run(self, step: Step, /) -> None: ...

@@ -6,17 +6,28 @@ import torch
 from headrace.kernels import path, reference
 
 
-def embed(ids: torch.Tensor, table: torch.Tensor, scale: float, out: torch.Tensor) -> torch.Tensor:
-    """Rows [T, hidden] of the table [vocab, hidden], contiguous, for ids int64 [T], times scale.
+def embed(
+    ids: torch.Tensor,
+    table: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    *,
+    first: int = 0,
+    vocab: int | None = None,
+) -> torch.Tensor:
+    """Rows [T, hidden] of the table, contiguous, for ids int64 [T], times scale.
 
-    Raises IndexError for an id that the table does not have.
+    first: the id of the table's first row; vocab: how many ids there are, None if the table has all
+    of them. Zeros for ids whose row is elsewhere. Raises IndexError for an id that there is not.
     """
+    count = len(table) if vocab is None else vocab
+    if table.device.type == "cpu":
+        least, most = torch.aminmax(ids)
+        if int(least) < 0 or int(most) >= count:
+            raise IndexError(f"token ids from {int(least)} to {int(most)}, there are {count}")
     if not path.runs_native(table.device, table.dtype):
-        return out.copy_(reference.embed(ids, table, scale))
+        return out.copy_(reference.embed(ids, table, scale, first))
     assert table.is_contiguous()
-    least, most = torch.aminmax(ids)
-    if int(least) < 0 or int(most) >= len(table):
-        raise IndexError(f"token ids from {int(least)} to {int(most)}, there are {len(table)}")
     path.native.embed(
         table.data_ptr(),
         ids.data_ptr(),
@@ -24,6 +35,8 @@ def embed(ids: torch.Tensor, table: torch.Tensor, scale: float, out: torch.Tenso
         len(ids),
         table.shape[1],
         scale,
+        first,
+        len(table),
         table.dtype == torch.bfloat16,
     )
     return out

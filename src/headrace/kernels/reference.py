@@ -78,9 +78,14 @@ def experts(
     return total.to(x.dtype)
 
 
-def embed(ids: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
-    """Rows of the table, times scale rounded to the table's type, as transformers does."""
-    rows = F.embedding(ids, table)
+def embed(ids: torch.Tensor, table: torch.Tensor, scale: float, first: int = 0) -> torch.Tensor:
+    """Rows of the table, times scale rounded to the table's type, as transformers does.
+
+    first: the id of the table's first row; zeros for ids that it does not have.
+    """
+    held = ids - first
+    outside = (held < 0) | (held >= len(table))
+    rows = F.embedding(held.masked_fill(outside, 0), table).masked_fill(outside[:, None], 0)
     return rows if scale == 1 else rows * torch.tensor(scale, dtype=table.dtype)
 
 

@@ -68,7 +68,11 @@ def bind(
             case program.Embed(table=table):
                 if table not in weights.tables:
                     weights.tables[table] = source.load(table).to(device, dtype)
-            case program.Norm(weight=vector) | program.HeadNorm(weight=vector):
+            case (
+                program.Norm(weight=vector)
+                | program.HeadNorm(weight=vector)
+                | program.NormAcross(weight=vector)
+            ):
                 if vector not in weights.vectors:
                     loaded = source.load(vector.tensor)
                     if vector.offset:

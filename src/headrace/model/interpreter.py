@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from headrace.kernels.batch import AttentionBatch
+from headrace.kernels.exchange import Exchange
 from headrace.kernels.kv_cache import KvCache, new_cache
 from headrace.model.bind import Weights
 from headrace.model.buffers import Buffers
@@ -48,12 +49,16 @@ class Routine:
 
 @dataclass
 class Interpreter:
-    """A stage's share of a model: its program, bound to weights. allocate() comes first."""
+    """A stage's share of a model: its program, bound to weights. allocate() comes first.
+
+    exchange: with the stage's other shards, which each step meets there; None if there are none.
+    """
 
     program: Program
     weights: Weights
     dtype: torch.dtype
     device: torch.device
+    exchange: Exchange | None = None
     caches: list[KvCache] = field(default_factory=list, init=False)
     _body: Routine = field(init=False)
     _head: Routine = field(init=False)
@@ -104,7 +109,7 @@ class Interpreter:
         share = self.program
         widths = {"x": share.hidden_size, "logits": share.vocab_size, **share.widths}
         buffers = Buffers(given, widths, self.dtype, self.device)
-        bound = Bound(share, self.weights, self.caches, self.dtype, self.device)
+        bound = Bound(share, self.weights, self.caches, self.dtype, self.device, self.exchange)
         pieces: list[tuple[str | None, Work]] = []
         for native, run in groupby(operations, lambda operation: is_native(operation, bound)):
             if native:

@@ -26,6 +26,8 @@ def is_native(operation: Operation, bound: Bound) -> bool:
         case program.Rotate(cache=cache) | program.Attention(cache=cache):
             head_dim = bound.caches[cache].head_dim
             return attention.runs_native(bound.device, bound.dtype, head_dim)
+        case program.NormAcross():
+            return False
     return path.runs_native(bound.device, bound.dtype)
 
 
@@ -66,9 +68,11 @@ def _add(compiled: Any, operation: Operation, bound: Bound, buffers: Buffers) ->
                 label=name,
                 out=buffers.place("x"),
                 table=table.data_ptr(),
-                vocab=len(table),
+                vocab=operation.vocab,
                 width=table.shape[1],
                 scale=operation.scale,
+                first=operation.first,
+                held=len(table),
             )
         case program.Norm():
             weight = weights.vectors[operation.weight]
@@ -164,6 +168,23 @@ def _add(compiled: Any, operation: Operation, bound: Bound, buffers: Buffers) ->
                 hidden=operation.down.outs,
                 inner=operation.down.ins,
                 activation=operation.activation,
+            )
+        case program.AllReduce():
+            assert bound.exchange is not None
+            compiled.all_reduce(
+                label=name,
+                buffer=buffers.place(operation.buffer),
+                width=buffers.widths[operation.buffer],
+                exchange=bound.exchange.native,
+            )
+        case program.Gather():
+            assert bound.exchange is not None
+            compiled.gather(
+                label=name,
+                source=buffers.place(operation.source),
+                out=buffers.place(operation.out),
+                widths=operation.widths,
+                exchange=bound.exchange.native,
             )
         case program.Add(gate=str() as gate):
             compiled.gated_add(

@@ -9,6 +9,7 @@ import torch
 from headrace.kernels import elementwise, experts
 from headrace.kernels.attention import paged_attention, rotate_and_write
 from headrace.kernels.batch import AttentionBatch
+from headrace.kernels.exchange import Exchange
 from headrace.kernels.kv_cache import KvCache
 from headrace.model.bind import Weights, rotation_of
 from headrace.model.buffers import Buffers
@@ -18,13 +19,15 @@ from headrace.protocol.program import Operation, Program
 
 @dataclass(frozen=True)
 class Bound:
-    """A stage's program with all that its operations refer to. dtype: of activations."""
+    """A stage's program with all that its operations refer to. dtype: of activations. exchange:
+    with the stage's other shards, if there are any."""
 
     program: Program
     weights: Weights
     caches: list[KvCache]
     dtype: torch.dtype
     device: torch.device
+    exchange: Exchange | None
 
 
 @dataclass(frozen=True)
@@ -82,14 +85,17 @@ def work_of(operation: Operation, bound: Bound, buffers: Buffers) -> Work:
         case program.SoftCap(cap=cap):
             capped = buffers.place(operation.buffer)
             return lambda step: elementwise.soft_cap(step.buffers[capped], cap)
+        case program.AllReduce() | program.Gather() | program.NormAcross():
+            return _with_other_shards(operation, bound, buffers)
 
 
 def _embed(operation: program.Embed, weights: Weights, buffers: Buffers) -> Work:
     table, scale, x = weights.tables[operation.table], operation.scale, buffers.place("x")
+    first, vocab = operation.first, operation.vocab
 
     def work(step: Step) -> None:
         assert step.ids is not None
-        elementwise.embed(step.ids, table, scale, step.buffers[x])
+        elementwise.embed(step.ids, table, scale, step.buffers[x], first=first, vocab=vocab)
 
     return work
 
@@ -203,3 +209,31 @@ def _attention(operation: program.Attention, bound: Bound, buffers: Buffers) -> 
         paged_attention(own[qkv], cache, step.batch, scale, window, sinks, soft_cap, own[out])
 
     return work
+
+
+def _with_other_shards(
+    operation: program.AllReduce | program.Gather | program.NormAcross,
+    bound: Bound,
+    buffers: Buffers,
+) -> Work:
+    exchange = bound.exchange
+    assert exchange is not None
+    match operation:
+        case program.AllReduce():
+            summed = buffers.place(operation.buffer)
+            return lambda step: exchange.all_reduce(step.buffers[summed])
+        case program.Gather(widths=widths):
+            source, out = buffers.place(operation.source), buffers.place(operation.out)
+            return lambda step: exchange.gather(step.buffers[source], widths, step.buffers[out])
+        case program.NormAcross(whole=whole, counts=counts, epsilon=epsilon):
+            weight, place = bound.weights.vectors[operation.weight], buffers.place(operation.buffer)
+            first, end = operation.first, operation.first + len(weight)
+
+            def norm(step: Step) -> None:
+                rows = step.buffers[place][:, first:end]
+                squares = rows.float().pow(2).sum(-1)
+                exchange.all_reduce(squares if counts else squares.zero_())
+                normed = rows * torch.rsqrt(squares / whole + epsilon)[:, None]
+                rows.copy_(weight * normed.to(rows.dtype))
+
+            return norm

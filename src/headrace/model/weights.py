@@ -3,6 +3,7 @@
 from typing import Protocol
 
 import torch
+from msgspec.structs import replace
 
 from headrace.checkpoint.extents import Extent, tensor_extents
 from headrace.checkpoint.gguf_file import GgufFile, read_gguf
@@ -10,11 +11,13 @@ from headrace.checkpoint.locate import ModelFiles
 from headrace.checkpoint.tensor_check import check_shape
 from headrace.errors import ModelError
 from headrace.model.mxfp4 import dequantized
-from headrace.protocol.stored_tensor import StoredTensor
+from headrace.protocol.stored_tensor import MX_BLOCK, Cut, StoredTensor
 
 # How safetensors write the dtypes of weights, and that of MXFP4's bytes.
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BYTES = {"U8": torch.uint8}
+# Numbers that are read at a time of a matrix of which a shard has columns.
+_BAND = 1 << 22
 
 
 class TensorSource(Protocol):
@@ -47,24 +50,47 @@ class _SafetensorsTensors:
 
     def load(self, tensor: StoredTensor) -> torch.Tensor:
         stack = tensor.stack
-        if stack is None or not stack.mxfp4:
+        if stack is None:
             ((name, shape),) = tensor.stored
-            expert = None if stack is None else stack.expert
-            return _own_rows(self._read(name, shape, _DTYPES, expert), tensor)
+            return _unpaired(self._read_cut(name, shape, tensor.cut), tensor.paired_heads)
+        if not stack.mxfp4:
+            ((name, shape),) = tensor.stored
+            whole = self._read(name, shape, _DTYPES, stack.expert)
+            return _taken(_own_rows(whole, tensor), tensor.cut)
         blocks, scales = (
             self._read(name, shape, _BYTES, stack.expert)[stack.first :: stack.step]
             for name, shape in tensor.stored
         )
-        return dequantized(blocks, scales)
+        cut = tensor.cut
+        in_blocks = None if cut is None else _in_blocks(cut)
+        if in_blocks is not None:
+            return dequantized(_taken(blocks, in_blocks), _taken(scales, in_blocks))
+        return _taken(dequantized(blocks, scales), cut)
+
+    def _read_cut(self, name: str, shape: tuple[int, ...], cut: Cut | None) -> torch.Tensor:
+        """The tensor of this shape, or what a shard has of it; of columns, a band of rows at a
+        time is read."""
+        if cut is None:
+            return self._read(name, shape, _DTYPES)
+        if cut.axis == 0:
+            return torch.cat([self._read(name, shape, _DTYPES, rows=rows) for rows in cut.ranges])
+        band = max(1, _BAND // shape[1])
+        return torch.cat(
+            [
+                _taken(self._read(name, shape, _DTYPES, rows=(row, min(row + band, shape[0]))), cut)
+                for row in range(0, shape[0], band)
+            ]
+        )
 
     def _read(
         self,
         name: str,
         shape: tuple[int, ...],
         dtypes: dict[str, torch.dtype],
-        expert: int | None,
+        expert: int | None = None,
+        rows: tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        """The tensor of this shape, or its part of an expert."""
+        """The tensor of this shape, or its part of an expert, or these rows of it."""
         extent = self._extents.get(name)
         if extent is None:
             raise ModelError(f"model {self._path}: tensor {name} is missing")
@@ -79,6 +105,11 @@ class _SafetensorsTensors:
         if expert is not None:
             nbytes //= shape[0]
             offset, shape = offset + expert * nbytes, shape[1:]
+        elif rows is not None:
+            first, end = rows
+            nbytes //= shape[0]
+            offset, nbytes = offset + first * nbytes, (end - first) * nbytes
+            shape = (end - first, *shape[1:])
         return torch.frombuffer(_bytes(extent, offset, nbytes), dtype=dtype).view(shape)
 
 
@@ -112,11 +143,42 @@ class _GgufTensors:
         if not self.has(name):
             raise ModelError(f"model {self._file.path}: tensor {name} is missing")
         check_shape(self._file.path, name, self._file.tensors[name].shape, shape)
-        if tensor.stack is None or tensor.stack.experts == 1:
-            values = torch.from_numpy(self._file.load(name)).view(shape)
-            return _own_rows(values if tensor.stack is None else values[0], tensor)
-        values = torch.from_numpy(self._file.load(name, tensor.stack.expert)).view(shape[1:])
-        return _own_rows(values, tensor)
+        stack, part = tensor.stack, None
+        if stack is not None:
+            shape = shape[1:]
+            # Of one expert the file may have no stack.
+            part = stack.expert if len(self._file.tensors[name].shape) > len(shape) else None
+        return _own_rows(self._load_cut(name, part, shape, tensor.cut), tensor)
+
+    def _load_cut(
+        self, name: str, part: int | None, shape: tuple[int, ...], cut: Cut | None
+    ) -> torch.Tensor:
+        if cut is None or len(shape) == 1:
+            whole = torch.from_numpy(self._file.load(name, part)).view(shape)
+            return _taken(whole, cut)
+        if cut.axis == 0:
+            loaded = [self._file.load(name, part, rows=rows) for rows in cut.ranges]
+        else:
+            loaded = [self._file.load(name, part, columns=columns) for columns in cut.ranges]
+        return torch.cat([torch.from_numpy(each) for each in loaded], dim=cut.axis)
+
+
+def _in_blocks(cut: Cut) -> Cut | None:
+    """A cut of numbers as one of MXFP4's blocks; None if it goes through some."""
+    if cut.axis == 0:
+        return cut
+    if any(bound % MX_BLOCK for bounds in cut.ranges for bound in bounds):
+        return None
+    ranges = tuple((first // MX_BLOCK, end // MX_BLOCK) for first, end in cut.ranges)
+    return replace(cut, ranges=ranges)
+
+
+def _taken(whole: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+    """What a shard has of a tensor."""
+    if cut is None:
+        return whole
+    pieces = [whole.narrow(cut.axis, first, end - first) for first, end in cut.ranges]
+    return torch.cat(pieces, dim=cut.axis)
 
 
 def _own_rows(values: torch.Tensor, tensor: StoredTensor) -> torch.Tensor:

@@ -44,10 +44,11 @@ import torch
 
 
 class Tensors(enum.StrEnum):
-    """What an edge carries."""
+    """What an edge carries. Of sums, which lie in memory, only whose they are."""
 
     ACTIVATIONS = "activations"
     FEEDBACK = "feedback"
+    SUMS = "sums"
 
 
 class Channel(NamedTuple):

@@ -108,14 +108,17 @@ def sleep_until(moment: float) -> None:
 def edges(ranks: Ranks) -> list[Channel]:
     """All directed edges of the pipeline, in the one order in which every rank sets them up.
 
-    Each shard of a stage has its own, to and from the same shard of other stages.
+    Activations go from each shard to the same shard of the next stage; feedback from the one rank
+    that samples to each shard of the first stage.
     """
-    if ranks.num_stages == 1:
-        return []
     before_last = range(ranks.count - ranks.num_shards)
     neighbours = [Channel(Tensors.ACTIVATIONS, r, r + ranks.num_shards) for r in before_last]
-    back = [
-        Channel(Tensors.FEEDBACK, len(before_last) + shard, shard)
-        for shard in range(ranks.num_shards)
+    return [*neighbours, *feedback_edges(ranks)]
+
+
+def feedback_edges(ranks: Ranks) -> list[Channel]:
+    """Those that sampled tokens take."""
+    first = (ranks.number(0, shard) for shard in range(ranks.num_shards))
+    return [
+        Channel(Tensors.FEEDBACK, ranks.sampler, rank) for rank in first if rank != ranks.sampler
     ]
-    return [*neighbours, *back]

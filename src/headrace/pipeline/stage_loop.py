@@ -27,6 +27,7 @@ from headrace.pipeline.effects import (
 )
 from headrace.pipeline.feedback import Feedback, FeedbackRing, InputIds
 from headrace.pipeline.ledger import Channel, Tensors
+from headrace.pipeline.links import feedback_edges
 from headrace.protocol.messages import Result, RowLogprobs
 from headrace.protocol.plan import Plan, samples, token_count
 from headrace.protocol.ranks import Ranks
@@ -79,14 +80,16 @@ class StageRole:
         return Channel(Tensors.ACTIVATIONS, self.rank, self.rank + self.ranks.num_shards)
 
     @property
-    def feedback_edge(self) -> Channel | None:
-        """The edge from the last stage to the same shard of the first; None if they are the same
-        stage."""
-        if self.ranks.num_stages == 1:
-            return None
-        shard = self.ranks.shard_of(self.rank)
-        last = self.ranks.number(self.ranks.num_stages - 1, shard)
-        return Channel(Tensors.FEEDBACK, last, self.ranks.number(0, shard))
+    def feedback_in(self) -> Channel | None:
+        """The edge from the rank that samples; None for that rank itself, and where feedback is
+        not used."""
+        own = (edge for edge in feedback_edges(self.ranks) if edge.target == self.rank)
+        return next(own, None)
+
+    @property
+    def feedback_out(self) -> list[Channel]:
+        """The edges to the ranks that use feedback, if this one samples, but for itself."""
+        return [edge for edge in feedback_edges(self.ranks) if edge.source == self.rank]
 
 
 def stage_loop(role: StageRole, executor: Executor) -> Generator[Effect, Any, None]:
@@ -110,6 +113,7 @@ class _Stage:
         self._executor = executor
         self._next_step = 0
         self._ring = FeedbackRing(role.window, role.max_rows, executor.device)
+        self._feedback_in, self._feedback_out = role.feedback_in, role.feedback_out
         self._feedback_due: set[int] = set()
         # Sends that are not completed: step and bytes.
         self._sent: dict[Channel, deque[tuple[int, int]]] = {}
@@ -141,8 +145,8 @@ class _Stage:
             # completing its feedback cannot take long.
             yield from self._complete_feedback(self._ring.occupant(plan.step))
             buffer = self._ring.claim(plan.step, len(plan.rows))
-            if role.feedback_edge is not None:
-                yield PostReceive(role.feedback_edge, plan.step, buffer)
+            if self._feedback_in is not None:
+                yield PostReceive(self._feedback_in, plan.step, buffer)
                 self._feedback_due.add(plan.step)
 
     def run(self, plan: Plan) -> Generator[Effect, Any, None]:
@@ -153,7 +157,7 @@ class _Stage:
         logprobs: list[RowLogprobs] = []
         if plan.rows:
             # Before anything is waited for: so it takes nobody's time.
-            feedback = Feedback(plan) if role.last and samples(plan) else None
+            feedback = Feedback(plan) if role.speaks and samples(plan) else None
             inputs = yield from self._inputs(plan)
             output, logits = yield from self._forward(plan, inputs)
             if role.last:
@@ -230,16 +234,15 @@ class _Stage:
     def _complete_feedback(self, step: int | None) -> Generator[Effect, Any, None]:
         if step in self._feedback_due:
             assert step is not None
-            assert self._role.feedback_edge is not None
-            yield Wait(self._role.feedback_edge, step)
+            assert self._feedback_in is not None
+            yield Wait(self._feedback_in, step)
             self._feedback_due.remove(step)
 
     def _feed_back(self, step: int, feedback: torch.Tensor) -> Generator[Effect, Any, None]:
-        edge = self._role.feedback_edge
-        if edge is None:
-            self._ring.buffer(step).copy_(feedback)
-        else:
+        for edge in self._feedback_out:
             yield from self._send(edge, step, feedback)
+        if self._role.first:
+            self._ring.buffer(step).copy_(feedback)
 
     def _send(
         self, channel: Channel, step: int, tensor: torch.Tensor

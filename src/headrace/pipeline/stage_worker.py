@@ -23,6 +23,7 @@ from headrace.pipeline.host_edges import HostEdges
 from headrace.pipeline.ledger import Channel, Ledger
 from headrace.pipeline.links import Link, LinkError
 from headrace.pipeline.rendezvous import Meeting
+from headrace.pipeline.shard_meeting import ShardMeeting
 from headrace.pipeline.stage_loop import StageRole, stage_loop
 from headrace.pipeline.timeline import RankTimeline
 from headrace.pipeline.watch import Watch, answer_when_asked
@@ -40,6 +41,10 @@ from headrace.protocol.messages import (
     ToRank,
 )
 from headrace.protocol.plan import Plan
+
+# Seconds for which a rank that has cores of its own looks for another shard's sum before it sleeps:
+# waking up takes as long as a small sum or two.
+_SPIN_S = 200e-6
 
 
 class EpochOver(Exception):
@@ -169,8 +174,9 @@ def run_stage(
             config.link_emulation,
             None if how is None else HostEdges(how, epoch),
         )
+        shards = ShardMeeting(config.rank, config.ranks, folder)
         try:
-            listening = meeting.listening
+            listening = meeting.listening + shards.listening
             control.send(Loaded(epoch, config.rank, weights, block, path_name(), note, listening))
             cache = control.cache_config()
             if executor is None:
@@ -181,17 +187,29 @@ def run_stage(
             links = meeting.connect(
                 cache.peers, store, device, config.start_timeout, control.check_epoch
             )
+            if model is not None and model.exchange is not None:
+                shards.join(
+                    model.exchange,
+                    cache.peers,
+                    config.start_timeout,
+                    control.check_epoch,
+                    spin_s=_SPIN_S if cpus < cpus_at_start else 0.0,
+                    wait_s=config.link_timeout,
+                )
             control.send(Ready(epoch, config.rank))
             _run_epoch(config, epoch, executor, control, links, watch.timeline, cpus)
             meeting.close()
+            shards.leave()
             return
         except EpochOver as over:
             meeting.give_up()
+            shards.leave()
             epoch = over.epoch
         except LinkError as error:
             control.send(_failure(config, epoch, watch.timeline, error))
             # Neighbours that wait for this rank learn of it.
             meeting.give_up()
+            shards.leave()
             epoch = control.next_epoch()
 
 

@@ -17,6 +17,7 @@ class Layout(msgspec.Struct, array_like=True, frozen=True):
 
     nnodes: int
     pipeline_parallel_size: int
+    tensor_parallel_size: int
     layer_partition: str | None
 
 

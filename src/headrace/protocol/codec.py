@@ -17,12 +17,11 @@ def encode(message: ToRank | FromRank) -> bytes:
 
 
 def encode_plan(plan: Plan, ranks: Ranks) -> list[bytes]:
-    """What each rank is sent of a plan, by rank: the last stage alone how tokens are chosen."""
+    """What each rank is sent of a plan, by rank: one alone how tokens are chosen."""
     whole = encode(plan)
-    others = plan if ranks.num_stages == 1 else without_choice(plan)
-    before_last = ranks.count - ranks.num_shards
+    others = plan if ranks.count == 1 else without_choice(plan)
     part = whole if others is plan else encode(others)
-    return [part] * before_last + [whole] * ranks.num_shards
+    return [whole if rank == ranks.sampler else part for rank in range(ranks.count)]
 
 
 def decode_to_rank(data: bytes) -> ToRank:

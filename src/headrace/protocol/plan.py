@@ -105,7 +105,7 @@ class Plan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
     the step has a number and a result like any other.
 
     rules, dropped: TokenRules that admissions refer to from now on, and the numbers of those to
-    which none does any more; for the last stage alone.
+    which none does any more; for the rank alone that samples.
     """
 
     epoch: int
@@ -120,7 +120,7 @@ class Plan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
 
 
 def without_choice(plan: Plan) -> Plan:
-    """The plan as all stages but the last are sent it: the same, but for how tokens are chosen."""
+    """The plan as ranks are sent it that do not sample: the same, but for how tokens are chosen."""
     if not (plan.admitted or plan.rules or plan.dropped):
         return plan
     admitted = [replace(admission, sampling=None, rules=None) for admission in plan.admitted]

@@ -41,10 +41,20 @@ class Vector(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Embed(msgspec.Struct, tag="embed", frozen=True):
-    """x = rows of the table [vocab, hidden] at the input ids, times scale."""
+    """x = rows of the table [vocab, hidden] at the input ids, times scale.
+
+    first: the id of the table's first row, where a shard has a part of them: zeros for ids of other
+    parts.
+    """
 
     table: StoredTensor
     scale: float = 1.0
+    first: int = 0
+
+    @property
+    def vocab(self) -> int:
+        """How many ids there are."""
+        return (self.table.shape if self.table.cut is None else self.table.cut.whole)[0]
 
 
 class Norm(msgspec.Struct, tag="norm", frozen=True):
@@ -179,9 +189,40 @@ class SoftCap(msgspec.Struct, tag="soft_cap", frozen=True):
     cap: float
 
 
+class AllReduce(msgspec.Struct, tag="all_reduce", frozen=True):
+    """buffer = the sum of what the stage's shards have in it, in their order: the same bits for
+    each."""
+
+    buffer: str
+
+
+class Gather(msgspec.Struct, tag="gather", frozen=True):
+    """out [T, sum of widths] = what the stage's shards have in source, side by side, on the first
+    shard; on the others it is untouched. widths: of the shards' sources."""
+
+    source: str
+    widths: tuple[int, ...]
+    out: str
+
+
+class NormAcross(msgspec.Struct, tag="norm_across", frozen=True):
+    """A norm of parts of a row that the stage's shards hold together, in place (OLMoE's).
+
+    first: where this shard's part begins in the buffer. weight: [width of it]. whole: width of all
+    parts. counts: whether the part's squares are added, which one of several equal parts' are.
+    """
+
+    buffer: str
+    first: int
+    weight: Vector
+    whole: int
+    counts: bool
+    epsilon: float
+
+
 Operation = (
     Embed | Norm | HeadNorm | Linear | Rotate | Attention | GatedActivation | Route | Experts | Add
-    | Scale | SoftCap
+    | Scale | SoftCap | AllReduce | Gather | NormAcross
 )  # fmt: skip
 
 

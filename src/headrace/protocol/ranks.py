@@ -11,8 +11,8 @@ _T = TypeVar("_T")
 class Ranks(msgspec.Struct, frozen=True, array_like=True):
     """How many there are, and how they are numbered: the shards of a stage side by side.
 
-    Costs and plans are those of stages; whatever means a process names a rank. A stage has one
-    shard until there is tensor parallelism, and then both numbers are the same.
+    Costs and plans are those of stages; whatever means a process names a rank. Without tensor
+    parallelism a stage has one shard, and both numbers are the same.
     """
 
     num_stages: int
@@ -22,6 +22,11 @@ class Ranks(msgspec.Struct, frozen=True, array_like=True):
     def count(self) -> int:
         """Ranks in all."""
         return self.num_stages * self.num_shards
+
+    @property
+    def sampler(self) -> int:
+        """The rank that chooses tokens: the first shard of the last stage."""
+        return self.number(self.num_stages - 1)
 
     def number(self, stage: int, shard: int = 0) -> int:
         """The rank of a stage's shard."""

@@ -21,6 +21,7 @@ from headrace.protocol.messages import FromRank, Report, Result, Stop, Timeline
 from headrace.protocol.plan import Plan
 from headrace.protocol.ranks import Ranks
 from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork, VirtualTransfer
+from headrace.simulation.virtual_shards import VirtualShards
 
 # Seconds that a stage takes for all of a step's work of one kind.
 ComputeTime = Callable[[int, Plan, WorkKind], float]
@@ -74,6 +75,10 @@ class VirtualStages:
         self._failure: PipelineError | None = None
         self._heard_at = [0.0] * len(executors)
         self._ranks = ranks = Ranks(len(executors) // num_shards, num_shards)
+        self._shards = [
+            VirtualShards(clock, range(ranks.number(stage), ranks.number(stage + 1)))
+            for stage in range(ranks.num_stages)
+        ]
         self._by_rank = [
             _Rank(
                 StageRole(n, ranks, epoch, window, max_rows, blocking_feedback),
@@ -86,6 +91,7 @@ class VirtualStages:
                 link_timeout,
                 self.events,
                 partial(self._lose_link, n),
+                self._shards[ranks.stage_of(n)],
             )
             for n, executor in enumerate(executors)
         ]
@@ -157,6 +163,7 @@ class VirtualStages:
             self._by_rank[number].killed = True
         for number in ranks:
             self._network.kill(number)
+            self._shards[self._ranks.stage_of(number)].lose(number)
 
     def cut(self, channel: Channel) -> None:
         """An edge is gone at once. Both its ranks go on until they miss it; nobody else is told."""
@@ -169,6 +176,7 @@ class VirtualStages:
         if self._failure is None:
             self._failure = PipelineError(f"{self._ranks.name(rank)}: {error}")
         self._network.kill(rank)
+        self._shards[self._ranks.stage_of(rank)].lose(rank)
 
     def _hear(self, rank: int, data: bytes) -> None:
         self._heard_at[rank] = self._clock.now
@@ -209,6 +217,7 @@ class _Rank:
         link_timeout: float,
         events: deque[tuple[float, str, object]],
         lose_link: Callable[[LinkError], None],
+        shards: VirtualShards,
     ) -> None:
         self.timeline = RankTimeline(role.epoch, role.rank, memory=lambda: 0)
         self.done = self.killed = False
@@ -220,6 +229,7 @@ class _Rank:
         self._link_timeout = link_timeout
         self._events = events
         self._lose_link = lose_link
+        self._rank, self._shards = role.rank, shards
         self._name = role.ranks.name(role.rank)
         self._inbox: list[bytes] = []
         self._waits_for_plans = False
@@ -291,8 +301,25 @@ class _Rank:
         self.done = True
 
     def _after_hold_up(self, effect: Effect) -> None:
-        if not self.killed and self._due(effect):
+        if self.killed:
+            return
+        try:
+            due = self._due(effect)
+        except LinkError as error:
+            self._lose_link(error)
+            return
+        if due:
             self._go_on()
+
+    def _begin(self, kind: WorkKind, step: int) -> None:
+        """All shards are there."""
+        if not self.killed:
+            self._busy_until = self._clock.now + self._seconds(kind, step)
+            self._go_on()
+
+    def _fail(self, error: LinkError) -> None:
+        if not self.killed:
+            self._lose_link(error)
 
     def _due(self, effect: Effect) -> bool:
         """Whether the effect can be carried out now; if not, this goes on when it can."""
@@ -308,6 +335,12 @@ class _Rank:
                     transfer.watch(self._link_timeout, self._go_on)
                     return False
             case Compute(kind, step) | Start(kind, step):
+                if kind == "forward" and len(self._shards.ranks) > 1:
+                    begin = partial(self._begin, kind, step)
+                    if not self._shards.arrive(
+                        self._rank, step, self._link_timeout, begin, self._fail
+                    ):
+                        return False
                 self._busy_until = now + self._seconds(kind, step)
         return True
 

@@ -91,6 +91,28 @@ void add(const AddArgs& args) {
 }
 
 template <typename T>
+void sum(const SumArgs& args) {
+  const int64_t count = args.count, shards = args.shards, stride = args.stride / sizeof(T);
+  const T* parts = static_cast<const T*>(args.parts);
+  T* out = static_cast<T*>(args.out);
+#pragma omp parallel for if (count > kWorthThreads)
+  for (int64_t first = 0; first < count; first += kLanes) {
+    const T* part = parts + first;
+    if (first + kLanes <= count) {
+      F32 all = load(part);
+      for (int64_t shard = 1; shard < shards; shard++) all += load(part + shard * stride);
+      store(out + first, all);
+    } else {
+      for (int64_t i = first; i < count; i++) {
+        float all = widen(parts[i]);
+        for (int64_t shard = 1; shard < shards; shard++) all += widen(parts[i + shard * stride]);
+        out[i] = narrow<T>(all);
+      }
+    }
+  }
+}
+
+template <typename T>
 void scale(const ScaleArgs& args) {
   T* x = static_cast<T*>(args.x);
   const float factor = args.factor;
@@ -249,8 +271,13 @@ void embed(const EmbedArgs& args) {
   // As a number of the table's type.
   const float scale = widen(narrow<T>(args.scale));
   for (int64_t row = 0; row < args.rows; row++) {
-    const T* from = static_cast<const T*>(args.table) + args.ids[row] * width;
+    const int64_t held = args.ids[row] - args.first;
     T* to = static_cast<T*>(args.out) + row * width;
+    if (held < 0 || held >= args.held) {
+      __builtin_memset(to, 0, width * sizeof(T));
+      continue;
+    }
+    const T* from = static_cast<const T*>(args.table) + held * width;
     if (scale == 1.0f)
       __builtin_memcpy(to, from, width * sizeof(T));
     else

@@ -17,6 +17,8 @@ struct EmbedArgs {
   int64_t rows, width;
   float scale;
   Type type;
+  // The id of the table's first row, and how many rows it has: others' are zeros.
+  int64_t first, held;
 };
 
 // y [rows, outs] = x [rows, ins] W^T + bias [outs] or none, W packed by pack(). type: of x, y and
@@ -183,6 +185,15 @@ struct ChooseArgs {
   Type type;
 };
 
+// out [count] = the sum of parts [count], in their order, each so many bytes behind the one before.
+struct SumArgs {
+  const void* parts;
+  int64_t stride, shards;
+  void* out;
+  int64_t count;
+  Type type;
+};
+
 // multiplies_bfloat16: whether linear() has arithmetic for it, and need not convert it first.
 struct Kernels {
   const char* name;
@@ -197,6 +208,7 @@ struct Kernels {
   void (*attention)(const AttentionArgs&);
   void (*gate)(const GateArgs&);
   void (*add)(const AddArgs&);
+  void (*sum)(const SumArgs&);
   void (*gated_add)(const GatedAddArgs&);
   void (*scale)(const ScaleArgs&);
   void (*route)(const RouteArgs&);

@@ -118,6 +118,30 @@ struct ProgramBuilder {
   }
 };
 
+// check: called with the shard that is waited for, and for how many seconds it has been.
+void define_exchange(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<Exchange>(m, "Exchange")
+      .def(nb::init<>())
+      .def_static("memory_size", &Exchange::memory_size, "shards"_a)
+      .def("join", [](Exchange& exchange, Address memory, int shard, int shards, double spin_s,
+                      nb::callable check) {
+        exchange.join(at(memory), shard, shards, spin_s, [check](int awaited, double waited_s) {
+          nb::gil_scoped_acquire held;
+          check(awaited, waited_s);
+        });
+      }, "memory"_a, "shard"_a, "shards"_a, "spin_s"_a, "check"_a)
+      .def("leave", &Exchange::leave, "Whatever comes next needs a join() before.")
+      .def("all_reduce", [](Exchange& exchange, Address x, int64_t count, bool bfloat16) {
+        exchange.all_reduce(*path, at(x), count, type_of(bfloat16));
+      }, "x"_a, "count"_a, "bfloat16"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("gather", [](Exchange& exchange, Address part, Address out, int64_t rows,
+                        const std::vector<int64_t>& widths, bool bfloat16) {
+        exchange.gather(at(part), at(out), rows, widths.data(), bfloat16 ? 2 : 4);
+      }, "part"_a, "out"_a, "rows"_a, "widths"_a, "bfloat16"_a,
+         nb::call_guard<nb::gil_scoped_release>());
+}
+
 void define_program(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<Step>(m, "Step")
@@ -142,10 +166,10 @@ void define_program(nb::module_& m) {
         new (to) ProgramBuilder{{}, type_of(bfloat16)};
       }, "bfloat16"_a)
       .def("embed", [](ProgramBuilder& to, const std::string& label, int out, Address table,
-                       int64_t vocab, int64_t width, float scale) {
-        to.add(label, {-1, -1, out}, EmbedArgs{at(table), {}, {}, 0, width, scale, to.type}, 0,
-               vocab);
-      }, "label"_a, "out"_a, "table"_a, "vocab"_a, "width"_a, "scale"_a)
+                       int64_t vocab, int64_t width, float scale, int64_t first, int64_t held) {
+        to.add(label, {-1, -1, out},
+               EmbedArgs{at(table), {}, {}, 0, width, scale, to.type, first, held}, 0, vocab);
+      }, "label"_a, "out"_a, "table"_a, "vocab"_a, "width"_a, "scale"_a, "first"_a, "held"_a)
       .def("norm", [](ProgramBuilder& to, const std::string& label, int source, int delta,
                       int out, Address weight, int64_t width, float epsilon, bool rounds_once) {
         to.add(label, {source, delta, out},
@@ -224,6 +248,14 @@ void define_program(nb::module_& m) {
                            experts, hidden, inner, activation_of(activation), to.type});
       }, "label"_a, "source"_a, "weights"_a, "out"_a, "gate_up"_a, "gate_up_bias"_a, "down"_a,
          "down_bias"_a, "experts"_a, "hidden"_a, "inner"_a, "activation"_a)
+      .def("all_reduce", [](ProgramBuilder& to, const std::string& label, int buffer,
+                            int64_t width, Exchange& exchange) {
+        to.add(label, {-1, -1, buffer}, AllReduceArgs{&exchange, width, to.type});
+      }, "label"_a, "buffer"_a, "width"_a, "exchange"_a, nb::keep_alive<1, 5>())
+      .def("gather", [](ProgramBuilder& to, const std::string& label, int source, int out,
+                        const std::vector<int64_t>& widths, Exchange& exchange) {
+        to.add(label, {source, -1, out}, GatherArgs{&exchange, widths, to.type});
+      }, "label"_a, "source"_a, "out"_a, "widths"_a, "exchange"_a, nb::keep_alive<1, 6>())
       .def("soft_cap", [](ProgramBuilder& to, const std::string& label, int buffer,
                           int64_t width, float cap) {
         to.add(label, {-1, -1, buffer}, SoftCapArgs{{}, width, cap, to.type});
@@ -291,8 +323,9 @@ NB_MODULE(_native, m) {
     path->soft_cap({at(x), count, cap, type_of(bfloat16)});
   }, nb::call_guard<nb::gil_scoped_release>());
   m.def("embed", [](Address table, Address ids, Address out, int64_t rows, int64_t width,
-                    float scale, bool bfloat16) {
-    path->embed({at(table), at<int64_t>(ids), at(out), rows, width, scale, type_of(bfloat16)});
+                    float scale, int64_t first, int64_t held, bool bfloat16) {
+    path->embed({at(table), at<int64_t>(ids), at(out), rows, width, scale, type_of(bfloat16),
+                 first, held});
   }, nb::call_guard<nb::gil_scoped_release>());
   m.def("choose", [](Address logits, int64_t stride, int64_t width, Address choices,
                      int64_t count, Address tokens, bool bfloat16) {
@@ -321,6 +354,7 @@ NB_MODULE(_native, m) {
                      type_of(bfloat16)});
   }, nb::call_guard<nb::gil_scoped_release>());
 
+  define_exchange(m);
   define_program(m);
 #ifdef _OPENMP
   m.attr("threaded") = true;

@@ -45,6 +45,7 @@ void rotate_any(const RotateArgs& args) { HEADRACE_BY_TYPE(args.type, rotate_and
 
 void gate_any(const GateArgs& args) { HEADRACE_BY_TYPE(args.type, gate, args); }
 void add_any(const AddArgs& args) { HEADRACE_BY_TYPE(args.type, add, args); }
+void sum_any(const SumArgs& args) { HEADRACE_BY_TYPE(args.type, sum, args); }
 void gated_add_any(const GatedAddArgs& args) { HEADRACE_BY_TYPE(args.type, gated_add, args); }
 void scale_any(const ScaleArgs& args) { HEADRACE_BY_TYPE(args.type, scale, args); }
 void route_any(const RouteArgs& args) { HEADRACE_BY_TYPE(args.type, route, args); }
@@ -57,6 +58,6 @@ void choose_any(const ChooseArgs& args) { HEADRACE_BY_TYPE(args.type, choose, ar
 extern const Kernels HEADRACE_TABLE = {
     HEADRACE_NAME, kMultipliesBfloat16, packed_size_any, pack_any,      embed_any, linear_any,
     rms_norm_any,  head_norm_any,       rotate_any,      attention_any, gate_any,  add_any,
-    gated_add_any, scale_any,           route_any,       combine_any,   soft_cap_any,
+    sum_any,       gated_add_any, scale_any,           route_any,       combine_any,   soft_cap_any,
     choose_any,
 };

@@ -10,6 +10,7 @@
 #include <variant>
 #include <vector>
 
+#include "exchange.hpp"
 #include "experts.hpp"
 #include "kernels.hpp"
 
@@ -31,9 +32,21 @@ struct Places {
   int source = -1, delta = -1, out = -1, gate = -1;
 };
 
+// Of the stage's shards' parts, by an exchange that they have joined.
+struct AllReduceArgs {
+  Exchange* exchange;
+  int64_t width;
+  Type type;
+};
+struct GatherArgs {
+  Exchange* exchange;
+  std::vector<int64_t> widths;
+  Type type;
+};
+
 using Args = std::variant<EmbedArgs, NormArgs, HeadNormArgs, LinearArgs, RotateArgs, AttentionArgs,
                           GateArgs, RouteArgs, ExpertsArgs, AddArgs, GatedAddArgs, ScaleArgs,
-                          SoftCapArgs>;
+                          SoftCapArgs, AllReduceArgs, GatherArgs>;
 
 // args: all but what a step brings. vocab: the table's rows, of an embedding. label: an index of
 // Profile's.
@@ -144,6 +157,13 @@ struct Runner {
     args.gate = buffer(operation.places.gate);
     args.rows = step.tokens;
     kernels.gated_add(args);
+  }
+  void operator()(const AllReduceArgs& args) const {
+    args.exchange->all_reduce(kernels, out(), step.tokens * args.width, args.type);
+  }
+  void operator()(const GatherArgs& args) const {
+    args.exchange->gather(source(), out(), step.tokens, args.widths.data(),
+                          args.type == Type::kBfloat16 ? 2 : 4);
   }
   // count is a row's until the step says how many there are.
   void operator()(AddArgs args) const {
