@@ -18,7 +18,7 @@ from headrace.protocol.ranks import Ranks
 from headrace.sampling_params import SamplingParams
 from headrace.simulation.virtual_links import VirtualClock, VirtualNetwork
 from headrace.simulation.virtual_stages import VirtualStages
-from stage_models import load_stage, read_model
+from stage_models import load_shards, read_model
 
 
 @dataclass
@@ -33,14 +33,17 @@ class _Recorder(ModelExecutor):
 
 
 def run_stages(
-    path: Path, layers: list[int], prompt: list[int], outputs: int, chunk: int
+    path: Path, layers: list[int], prompt: list[int], outputs: int, chunk: int, shards: int = 1
 ) -> tuple[list[int], torch.Tensor]:
-    """Greedy tokens and the logits they came from, through real stage loops on virtual links."""
+    """Greedy tokens and the logits they came from, through real stage loops on virtual links.
+
+    shards: of each stage, which add up in threads of this process.
+    """
     files = locate_model(str(path))
     model = read_model(files)
     executors = []
     for share in stage_shares(layers):
-        stage = load_stage(files, model, share)
+        stage = load_shards(files, model, share, shards)
         executors.append(_Recorder(stage, 2, 40, 4, 32, torch.device("cpu")))
     greedy = SamplingParams(temperature=0, max_tokens=outputs)
     sampling = stage_sampling(greedy, seed=0)

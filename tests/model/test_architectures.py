@@ -161,9 +161,9 @@ DIRECTORIES: dict[str, tuple[str, dict[str, Any]]] = {
 PROMPT = torch.randint(0, 299, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def check(path: Path, reference: Any, layers: list[int]) -> None:
+def check(path: Path, reference: Any, layers: list[int], shards: int = 1) -> None:
     """Greedy tokens and their logits against the reference's, split like this."""
-    tokens, logits = run_stages(path, layers, PROMPT, outputs=8, chunk=16)
+    tokens, logits = run_stages(path, layers, PROMPT, outputs=8, chunk=16, shards=shards)
     with torch.inference_mode():
         expected = reference(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
     assert tokens == expected.argmax(-1).tolist()
@@ -172,6 +172,11 @@ def check(path: Path, reference: Any, layers: list[int]) -> None:
 
 def splits(count: int) -> list[list[int]]:
     return [[count], [count - 2, 2], [1, 1, count - 2]]
+
+
+def layouts(count: int) -> list[tuple[list[int], int]]:
+    """Layers by stage, and shards."""
+    return [*((layers, 1) for layers in splits(count)), ([count], 2), ([count - 2, 2], 2)]
 
 
 def load_reference(path: Path) -> Any:
@@ -183,15 +188,15 @@ def load_reference(path: Path) -> Any:
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS.values(), ids=OPTIONS.keys())
-def test_directory_and_gguf_file_give_transformers_tokens_on_1_2_and_3_stages(
+def test_directory_and_gguf_file_give_transformers_tokens_on_stages_and_shards(
     tmp_path: Path, name: str, options: dict[str, Any]
 ) -> None:
     path = write_tiny_llama(tmp_path / "model", architecture=name, **options)
     reference = load_reference(path)
-    for layers in splits(options.get("num_hidden_layers", 4)):
-        check(path, reference, layers)
-        file = tmp_path / "model.gguf"
-        check(file if file.exists() else convert(path, file), reference, layers)
+    file = convert(path, tmp_path / "model.gguf")
+    for layers, shards in layouts(options.get("num_hidden_layers", 4)):
+        check(path, reference, layers, shards)
+        check(file, reference, layers, shards)
 
 
 @pytest.mark.parametrize(("name", "options"), DIRECTORIES.values(), ids=DIRECTORIES.keys())
@@ -199,7 +204,9 @@ def test_a_directory_with_this_option_gives_transformers_tokens(
     tmp_path: Path, name: str, options: dict[str, Any]
 ) -> None:
     path = write_tiny_llama(tmp_path / "model", architecture=name, **options)
-    check(path, load_reference(path), [1, 2, 1])
+    reference = load_reference(path)
+    check(path, reference, [1, 2, 1])
+    check(path, reference, [4], shards=3)
 
 
 # The last of each family has most of what differs from Llama.

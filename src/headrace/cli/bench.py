@@ -9,6 +9,7 @@ import typer
 from headrace.bench.engine_cost import engine_cost
 from headrace.bench.figures import SETTINGS
 from headrace.checks import check_type
+from headrace.cli.bench_all_reduce import all_reduce
 from headrace.cli.bench_kernels import kernels
 from headrace.cli.bench_latency import latency
 from headrace.cli.bench_links import links
@@ -30,6 +31,7 @@ app.command()(roofline)
 app.command()(overhead)
 app.command()(kernels)
 app.command()(links)
+app.command()(all_reduce)
 app.command()(overlap)
 app.command()(microbatches)
 
