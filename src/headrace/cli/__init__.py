@@ -13,6 +13,7 @@ from headrace.cli.chat import chat
 from headrace.cli.generate import generate
 from headrace.cli.join import join
 from headrace.cli.key import key
+from headrace.cli.models import models
 from headrace.cli.serve import serve
 from headrace.errors import HeadraceError, StallError
 from headrace.signals import on_ending_signals, unwind
@@ -30,6 +31,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(join)
 app.command()(key)
+app.command()(models)
 app.add_typer(bench.app, name="bench")
 
 

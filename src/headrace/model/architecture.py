@@ -38,13 +38,16 @@ class Architecture:
     config.json's. config_class: of transformers, which reads config.json. fields: of config.json
     that make the model. ignored_fields: that have no meaning for it, though for other families.
     from_huggingface: raises ModelError for values that are not supported. mxfp4: whether weights of
-    a directory may be in MXFP4.
+    a directory may be in MXFP4. models: some that people know. refused: for people, what of the
+    family raises ModelError, besides what does for all (headrace.cli.models).
 
     gguf: its general.architecture in GGUF files, None if those are another family's.
     ignored_gguf_keys: metadata that have no meaning for it. from_gguf: asks for all that have one.
     """
 
     name: str
+    models: tuple[str, ...]
+    refused: tuple[str, ...]
     base_name: str
     model_type: str
     config_class: str

@@ -54,6 +54,8 @@ def _from_gguf(metadata: GgufMetadata) -> Design:
 
 GEMMA2 = Architecture(
     name="Gemma2ForCausalLM",
+    models=("Gemma 2",),
+    refused=("activations other than GELU's approximation by tanh",),
     base_name="Gemma2Model",
     model_type="gemma2",
     config_class="Gemma2Config",

@@ -68,6 +68,8 @@ def _from_gguf(metadata: GgufMetadata) -> Design:
 
 GEMMA3 = Architecture(
     name="Gemma3ForCausalLM",
+    models=("Gemma 3, text alone",),
+    refused=("activations other than GELU's approximation by tanh", "images"),
     base_name="Gemma3TextModel",
     model_type="gemma3_text",
     config_class="Gemma3TextConfig",

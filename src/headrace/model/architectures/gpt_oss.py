@@ -111,6 +111,8 @@ def _from_gguf(metadata: GgufMetadata) -> Design:
 
 GPT_OSS = Architecture(
     name="GptOssForCausalLM",
+    models=("gpt-oss-20b", "gpt-oss-120b"),
+    refused=("activations other than swiglu_alpha 1.702 and swiglu_limit 7",),
     base_name="GptOssModel",
     model_type="gpt_oss",
     config_class="GptOssConfig",

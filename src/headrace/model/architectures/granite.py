@@ -104,6 +104,8 @@ def _from_gguf(metadata: GgufMetadata) -> Design:
 
 GRANITE = Architecture(
     name="GraniteForCausalLM",
+    models=("Granite 3, the dense ones",),
+    refused=("activations other than SiLU", "experts (GraniteMoE)"),
     base_name="GraniteModel",
     model_type="granite",
     config_class="GraniteConfig",

@@ -77,6 +77,8 @@ def _from_gguf(metadata: GgufMetadata) -> Design:
 
 LLAMA = Architecture(
     name="LlamaForCausalLM",
+    models=("Llama 2 and 3", "SmolLM2", "Yi"),
+    refused=("activations other than SiLU", "rotating only a part of each head"),
     base_name="LlamaModel",
     model_type="llama",
     config_class="LlamaConfig",

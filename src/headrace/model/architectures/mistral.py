@@ -62,6 +62,8 @@ def _from_huggingface(config: HuggingFaceConfig) -> Design:
 
 MISTRAL = Architecture(
     name="MistralForCausalLM",
+    models=("Mistral 7B", "Ministral"),
+    refused=("activations other than SiLU",),
     base_name="MistralModel",
     model_type="mistral",
     config_class="MistralConfig",

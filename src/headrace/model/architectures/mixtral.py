@@ -79,6 +79,8 @@ def mixtral_from_gguf(metadata: GgufMetadata) -> Design:
 
 MIXTRAL = Architecture(
     name="MixtralForCausalLM",
+    models=("Mixtral 8x7B", "Mixtral 8x22B"),
+    refused=("activations other than SiLU",),
     base_name="MixtralModel",
     model_type="mixtral",
     config_class="MixtralConfig",

@@ -86,6 +86,8 @@ def _from_gguf(metadata: GgufMetadata) -> Design:
 
 OLMOE = Architecture(
     name="OlmoeForCausalLM",
+    models=("OLMoE",),
+    refused=("clipped queries, keys and values (clip_qkv)",),
     base_name="OlmoeModel",
     model_type="olmoe",
     config_class="OlmoeConfig",

@@ -82,6 +82,8 @@ def _from_gguf(metadata: GgufMetadata) -> Design:
 
 PHI3 = Architecture(
     name="Phi3ForCausalLM",
+    models=("Phi-3", "Phi-4 of 14 billion weights"),
+    refused=("activations other than SiLU", "rotating only a part of each head (Phi-4-mini)"),
     base_name="Phi3Model",
     model_type="phi3",
     config_class="Phi3Config",

@@ -85,6 +85,8 @@ def _from_gguf(metadata: GgufMetadata) -> Design:
 
 QWEN2 = Architecture(
     name="Qwen2ForCausalLM",
+    models=("Qwen2", "Qwen2.5"),
+    refused=("activations other than SiLU",),
     base_name="Qwen2Model",
     model_type="qwen2",
     config_class="Qwen2Config",

@@ -112,6 +112,8 @@ def _from_gguf(metadata: GgufMetadata) -> Design:
 
 QWEN2_MOE = Architecture(
     name="Qwen2MoeForCausalLM",
+    models=("Qwen1.5-MoE", "Qwen2-57B-A14B"),
+    refused=("activations other than SiLU",),
     base_name="Qwen2MoeModel",
     model_type="qwen2_moe",
     config_class="Qwen2MoeConfig",

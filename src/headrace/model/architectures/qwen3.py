@@ -71,6 +71,8 @@ def _from_gguf(metadata: GgufMetadata) -> Design:
 
 QWEN3 = Architecture(
     name="Qwen3ForCausalLM",
+    models=("Qwen3, the dense ones",),
+    refused=("activations other than SiLU",),
     base_name="Qwen3Model",
     model_type="qwen3",
     config_class="Qwen3Config",

@@ -71,6 +71,8 @@ def _from_gguf(metadata: GgufMetadata) -> Design:
 
 QWEN3_MOE = Architecture(
     name="Qwen3MoeForCausalLM",
+    models=("Qwen3-30B-A3B", "Qwen3-235B-A22B"),
+    refused=("activations other than SiLU",),
     base_name="Qwen3MoeModel",
     model_type="qwen3_moe",
     config_class="Qwen3MoeConfig",

@@ -108,6 +108,8 @@ def _from_gguf(metadata: GgufMetadata) -> Design:
 
 SMOLLM3 = Architecture(
     name="SmolLM3ForCausalLM",
+    models=("SmolLM3",),
+    refused=("activations other than SiLU",),
     base_name="SmolLM3Model",
     model_type="smollm3",
     config_class="SmolLM3Config",
