@@ -64,12 +64,14 @@ def write_tiny_gguf(
     pieces: Sequence[str] | None = None,
     add: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
     seed: int = 0,
+    special: Sequence[str] = (),
 ) -> Path:
     """A Llama model of 4 layers in one file, with the same byte-level tokenizer.
 
     Starts faster than a directory, whose configuration and tokenizer come through transformers.
     pieces: a SentencePiece vocabulary instead, these from id 259 on, after <unk>, <s>, </s> and the
-    bytes. add: writes more metadata. seed: of its weights.
+    bytes. add: writes more metadata. seed: of its weights. special: tokens in places of those that
+    are never used.
     """
     hidden, inner, vocab, layers = 32, 48, 300, 4
     writer = gguf.GGUFWriter(path, "llama")
@@ -83,8 +85,10 @@ def write_tiny_gguf(
     if pieces is None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("gpt-2")
-        writer.add_token_list(_byte_tokens())
-        writer.add_token_types([1] * 299 + [3])
+        tokens = _byte_tokens()
+        tokens[257 : 257 + len(special)] = special
+        writer.add_token_list(tokens)
+        writer.add_token_types([3 if token in special else 1 for token in tokens[:-1]] + [3])
         # The format has no empty arrays, so there is one merge.
         writer.add_token_merges(["z z"])
         writer.add_add_bos_token(False)

@@ -60,6 +60,7 @@ class SamplingParams(msgspec.Struct, metaclass=_KnownNames, frozen=True, kw_only
         leave them at its end.
     stop_token_ids: output tokens that end it, besides the model's end-of-text tokens.
     ignore_eos: go on after an end-of-text token.
+    skip_special_tokens: the text leaves out special tokens.
     logprobs, prompt_logprobs: for each output or prompt token, report the log-probabilities of so
         many of the likeliest tokens and of the token itself; -1 for the whole vocabulary.
 
@@ -85,6 +86,7 @@ class SamplingParams(msgspec.Struct, metaclass=_KnownNames, frozen=True, kw_only
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 

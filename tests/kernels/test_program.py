@@ -46,12 +46,12 @@ class RandomTensors:
     def has(self, name: str) -> bool:
         return True
 
-    def load(self, tensor: StoredTensor) -> torch.Tensor:
+    def load(self, tensor: StoredTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         if tensor.name not in self.known:
             shape = tensor.shape
             scale = 8 if len(shape) == 2 else 1
             self.known[tensor.name] = torch.randn(shape) / scale
-        return self.known[tensor.name]
+        return self.known[tensor.name].to(dtype or torch.float32)
 
 
 def random_weights(program: Program, dtype: torch.dtype) -> Weights:

@@ -233,9 +233,9 @@ def test_a_stage_loads_only_its_own_tensors(tmp_path: Path) -> None:
         def has(self, name: str) -> bool:
             return bool(self.inner.has(name))
 
-        def load(self, tensor: StoredTensor) -> torch.Tensor:
+        def load(self, tensor: StoredTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
             self.names.append(tensor.name)
-            loaded: torch.Tensor = self.inner.load(tensor)
+            loaded: torch.Tensor = self.inner.load(tensor, dtype)
             return loaded
 
     loaded = []

@@ -7,7 +7,9 @@ an error and nothing else.
 """
 
 import mmap
+import os
 import struct
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -95,7 +97,10 @@ class GgufFile:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
-    _map: mmap.mmap = field(repr=False, compare=False)
+    _descriptor: int = field(repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, os.close, self._descriptor)
 
     def load(
         self,
@@ -120,7 +125,7 @@ class GgufFile:
             nbytes //= shape[0]
             offset, nbytes = offset + rows[0] * nbytes, (rows[1] - rows[0]) * nbytes
             shape = (rows[1] - rows[0], *shape[1:])
-        stored = np.frombuffer(self._map, np.uint8, nbytes, offset)
+        stored = self._read(offset, nbytes)
         stored = stored.reshape(prod(shape[:-1]), -1)
         first = 0
         if columns is not None:
@@ -130,12 +135,18 @@ class GgufFile:
             stored, first = stored[:, begin * size : end * size], columns[0] - begin * numbers
             shape = (*shape[:-1], columns[1] - columns[0])
         values = quants.dequantize(stored, tensor.kind)[:, first : first + shape[-1]]
-        # float32 comes back as a view of the map; the other kinds are computed afresh.
-        own = values.copy() if np.shares_memory(values, stored) else values
-        # Or all that was ever read would count as this process's memory.
-        begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_DONTNEED, begin, offset + nbytes - begin)
-        return own.reshape(shape)
+        return values.reshape(shape)
+
+    def _read(self, offset: int, nbytes: int) -> np.ndarray:
+        """Bytes of the file. Not of a map of it, all of which would count as this process's."""
+        data = bytearray(nbytes)
+        view, done = memoryview(data), 0
+        while done < nbytes:
+            count = os.preadv(self._descriptor, [view[done:]], offset + done)
+            if not count:
+                raise ModelError(f"{self.path}: was cut short since it was opened; start again")
+            done += count
+        return np.frombuffer(data, np.uint8)
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -151,9 +162,19 @@ def read_gguf(path: Path) -> GgufFile:
             if size < len(MAGIC):
                 raise ModelError(f"{path}: is not a GGUF file: it has only {size} bytes")
             contents = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+            descriptor = os.dup(handle.fileno())
     except OSError as error:
         raise ModelError(f"{path}: cannot be opened: {error.strerror or error}") from error
-    header = _Header(path, contents)
+    try:
+        metadata, tensors = _read_header(_Header(path, contents))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return GgufFile(path, metadata, tensors, descriptor)
+
+
+def _read_header(header: "_Header") -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    """Metadata, and where the tensors lie."""
     tensor_count, metadata_count = header.start()
     metadata: dict[str, Any] = {}
     for _ in range(metadata_count):
@@ -168,7 +189,7 @@ def read_gguf(path: Path) -> GgufFile:
             header.fail(f"tensor {tensor.name!r} appears twice; the file is damaged")
         descriptions[tensor.name] = tensor
     tensors = _place(header, descriptions, metadata)
-    return GgufFile(path, metadata, tensors, contents)
+    return metadata, tensors
 
 
 def _place(

@@ -248,11 +248,15 @@ def end_ids(file: GgufFile) -> tuple[int, ...]:
     """All tokens that end a generation, ascending: those named, and those known by their text.
 
     Files often name one although the model has several; llama.cpp finds the others as this does.
+    In GPT-OSS's harmony <|end|> ends a message, of which an answer may have several.
     """
     specials = special_ids(file)
     named = {specials[key] for key in ("eos", "eot", "eom") if key in specials}
-    by_text = {i for i, text in enumerate(_strings(file, "tokens")) if text in _END_BY_TEXT}
-    return tuple(sorted(named | by_text))
+    by_text = {text: i for i, text in enumerate(_strings(file, "tokens")) if text in _END_BY_TEXT}
+    ends = named | set(by_text.values())
+    if {"<|return|>", "<|call|>"} <= by_text.keys():
+        ends.discard(by_text.get("<|end|>", -1))
+    return tuple(sorted(ends))
 
 
 def _fail(file: GgufFile, what: str) -> NoReturn:

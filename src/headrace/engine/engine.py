@@ -71,7 +71,7 @@ class Engine:
     request may have one other than 0. recorder: told of plans, results and reports. snapshot: the
     newest figures, for any thread: made before the engine waits for its stages, and when nothing is
     left to do.
-    detokenizer: makes the texts that callers get; reader: reads single tokens, special ones too.
+    detokenizer: makes the texts that callers get; reader: of special tokens, too.
     """
 
     scheduler: Scheduler
@@ -148,7 +148,7 @@ class Engine:
         # One completion's report on the prompt serves all.
         samplings[1:] = [structs.replace(each, prompt_logprobs=None) for each in samplings[1:]]
         # What completions have of their prompt is worked out once.
-        begun = self.detokenizer.stream(prompt)
+        begun = (self.detokenizer if params.skip_special_tokens else self.reader).stream(prompt)
         request = Request(
             id=request_id,
             prompt=prompt,

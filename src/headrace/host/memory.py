@@ -1,9 +1,15 @@
 """How much memory this machine still has, and a process of it."""
 
+import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.host.control_groups import killed_for_memory, memory_left
+
+# Of mallopt, in glibc's malloc.h.
+_MMAP_THRESHOLD = -3
 
 
 def free_memory() -> int:
@@ -35,3 +41,20 @@ def kills_for_memory() -> int:
         return kills
     lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """Meanwhile the system has memory back as soon as it is freed, in pieces of a megabyte or more.
+
+    Otherwise glibc keeps such pieces, and what is allocated between them holds them in place: a
+    model that is loaded matrix by matrix would leave holes of half its size (man 3 mallopt,
+    M_MMAP_THRESHOLD). Elsewhere nothing happens.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
+    mallopt(_MMAP_THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        # As far as glibc would have raised it by itself: steps free and allocate all the time.
+        mallopt(_MMAP_THRESHOLD, 32 << 20)

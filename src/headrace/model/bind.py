@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from headrace.host.memory import freed_at_once
 from headrace.kernels.grouped_linear import GroupedLinear
 from headrace.kernels.linear import Linear
 from headrace.model.rope import rotation_tables
@@ -57,6 +58,18 @@ def bind(
     dtype: of activations and weights. Raises ModelError for tensors that are missing or of the
     wrong shape.
     """
+    with freed_at_once():
+        return _bound(share, source, dtype, device, max_model_len, progress)
+
+
+def _bound(
+    share: Program,
+    source: TensorSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    progress: Callable[[float], None],
+) -> Weights:
     weights = Weights()
     operations = [*share.operations, *share.head]
     for number, operation in enumerate(operations):
@@ -67,7 +80,7 @@ def bind(
         match operation:
             case program.Embed(table=table):
                 if table not in weights.tables:
-                    weights.tables[table] = source.load(table).to(device, dtype)
+                    weights.tables[table] = source.load(table, dtype).to(device)
             case (
                 program.Norm(weight=vector)
                 | program.HeadNorm(weight=vector)
@@ -85,7 +98,8 @@ def bind(
                 for half, matrix in enumerate((gate_up, down)):
                     loaded_experts = GroupedLinear(count, matrix.outs, matrix.ins, dtype, device)
                     for expert in range(count):
-                        loaded_experts.put(expert, *_loaded(of_expert(matrix, expert), source))
+                        weight = _loaded(of_expert(matrix, expert), source, dtype)
+                        loaded_experts.put(expert, *weight)
                         part_done((half + (expert + 1) / count) / 2)
                     weights.experts[matrix] = loaded_experts
             case program.Attention(sinks=StoredTensor() as sinks):
@@ -124,18 +138,21 @@ def rotation_of(share: Program, operation: program.Rotate) -> Rotation | None:
 def _linear(
     matrix: Matrix, source: TensorSource, dtype: torch.dtype, device: torch.device
 ) -> Linear:
-    weight, bias = _loaded(matrix, source)
+    weight, bias = _loaded(matrix, source, dtype)
     return Linear(weight.to(device), None if bias is None else bias.to(device), dtype)
 
 
-def _loaded(matrix: Matrix, source: TensorSource) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weight [outs, ins] and the bias [outs], as the files hold them."""
-    weight = torch.cat([source.load(part) for part in matrix.parts])
+def _loaded(
+    matrix: Matrix, source: TensorSource, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight [outs, ins] and the bias [outs]."""
+    parts = [source.load(part, dtype) for part in matrix.parts]
+    weight = parts[0] if len(parts) == 1 else torch.cat(parts)
     if not any(source.has(part.name) or not part.optional for part in matrix.biases):
         return weight, None
     bias = [
-        source.load(part) if source.has(part.name) or not part.optional
-        else torch.zeros(part.shape, dtype=weight.dtype)
+        source.load(part, dtype) if source.has(part.name) or not part.optional
+        else torch.zeros(part.shape, dtype=dtype)
         for part in matrix.biases
     ]  # fmt: skip
     return weight, torch.cat(bias)

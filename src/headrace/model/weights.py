@@ -1,5 +1,6 @@
 """Tensors by their names in the files, read one at a time from either kind of model files."""
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -16,8 +17,10 @@ from headrace.protocol.stored_tensor import MX_BLOCK, Cut, StoredTensor
 # How safetensors write the dtypes of weights, and that of MXFP4's bytes.
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BYTES = {"U8": torch.uint8}
-# Numbers that are read at a time of a matrix of which a shard has columns.
-_BAND = 1 << 22
+# Numbers of a matrix that are read at a time.
+_BAND = 1 << 18
+# First and end of some rows.
+Range = tuple[int, int]
 
 
 class TensorSource(Protocol):
@@ -26,9 +29,12 @@ class TensorSource(Protocol):
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""
 
-    def load(self, tensor: StoredTensor) -> torch.Tensor:
-        """The tensor, in the checkpoint's dtype, paired heads undone; ModelError if missing or of
-        another shape."""
+    def load(self, tensor: StoredTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor, paired heads undone; ModelError if missing or of another shape.
+
+        dtype: None for the checkpoint's own. A matrix is read a band of rows at a time, so that
+        nothing but the tensor itself is large.
+        """
 
 
 def open_tensors(files: ModelFiles) -> TensorSource:
@@ -48,39 +54,28 @@ class _SafetensorsTensors:
     def has(self, name: str) -> bool:
         return name in self._extents
 
-    def load(self, tensor: StoredTensor) -> torch.Tensor:
-        stack = tensor.stack
+    def load(self, tensor: StoredTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        stack, cut = tensor.stack, tensor.cut
         if stack is None:
             ((name, shape),) = tensor.stored
-            return _unpaired(self._read_cut(name, shape, tensor.cut), tensor.paired_heads)
+
+            def read(rows: Range) -> torch.Tensor:
+                whole = self._read(name, shape, _DTYPES, rows=rows)
+                return whole if cut is None or cut.axis == 0 else _taken(whole, cut)
+
+            return _unpaired(_in_bands(read, tensor, shape, dtype), tensor.paired_heads)
         if not stack.mxfp4:
             ((name, shape),) = tensor.stored
             whole = self._read(name, shape, _DTYPES, stack.expert)
-            return _taken(_own_rows(whole, tensor), tensor.cut)
+            return _as(_taken(_own_rows(whole, tensor), cut), dtype)
         blocks, scales = (
             self._read(name, shape, _BYTES, stack.expert)[stack.first :: stack.step]
             for name, shape in tensor.stored
         )
-        cut = tensor.cut
         in_blocks = None if cut is None else _in_blocks(cut)
         if in_blocks is not None:
-            return dequantized(_taken(blocks, in_blocks), _taken(scales, in_blocks))
-        return _taken(dequantized(blocks, scales), cut)
-
-    def _read_cut(self, name: str, shape: tuple[int, ...], cut: Cut | None) -> torch.Tensor:
-        """The tensor of this shape, or what a shard has of it; of columns, a band of rows at a
-        time is read."""
-        if cut is None:
-            return self._read(name, shape, _DTYPES)
-        if cut.axis == 0:
-            return torch.cat([self._read(name, shape, _DTYPES, rows=rows) for rows in cut.ranges])
-        band = max(1, _BAND // shape[1])
-        return torch.cat(
-            [
-                _taken(self._read(name, shape, _DTYPES, rows=(row, min(row + band, shape[0]))), cut)
-                for row in range(0, shape[0], band)
-            ]
-        )
+            return _as(dequantized(_taken(blocks, in_blocks), _taken(scales, in_blocks)), dtype)
+        return _as(_taken(dequantized(blocks, scales), cut), dtype)
 
     def _read(
         self,
@@ -138,29 +133,52 @@ class _GgufTensors:
     def has(self, name: str) -> bool:
         return name in self._file.tensors
 
-    def load(self, tensor: StoredTensor) -> torch.Tensor:
+    def load(self, tensor: StoredTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         ((name, shape),) = tensor.stored
         if not self.has(name):
             raise ModelError(f"model {self._file.path}: tensor {name} is missing")
         check_shape(self._file.path, name, self._file.tensors[name].shape, shape)
-        stack, part = tensor.stack, None
+        stack, cut, part = tensor.stack, tensor.cut, None
         if stack is not None:
             shape = shape[1:]
             # Of one expert the file may have no stack.
             part = stack.expert if len(self._file.tensors[name].shape) > len(shape) else None
-        return _own_rows(self._load_cut(name, part, shape, tensor.cut), tensor)
-
-    def _load_cut(
-        self, name: str, part: int | None, shape: tuple[int, ...], cut: Cut | None
-    ) -> torch.Tensor:
-        if cut is None or len(shape) == 1:
+        if 1 in (len(shape), len(self._file.tensors[name].shape)):
             whole = torch.from_numpy(self._file.load(name, part)).view(shape)
-            return _taken(whole, cut)
-        if cut.axis == 0:
-            loaded = [self._file.load(name, part, rows=rows) for rows in cut.ranges]
-        else:
-            loaded = [self._file.load(name, part, columns=columns) for columns in cut.ranges]
-        return torch.cat([torch.from_numpy(each) for each in loaded], dim=cut.axis)
+            return _as(_own_rows(_taken(whole, cut), tensor), dtype)
+
+        def read(rows: Range) -> torch.Tensor:
+            columns: Sequence[Range | None] = (None,)
+            if cut is not None and cut.axis:
+                columns = cut.ranges
+            loaded = [self._file.load(name, part, rows, some) for some in columns]
+            return torch.cat([torch.from_numpy(each) for each in loaded], dim=1)
+
+        return _own_rows(_in_bands(read, tensor, shape, dtype), tensor)
+
+
+def _in_bands(
+    read: Callable[[Range], torch.Tensor],
+    tensor: StoredTensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """The tensor from what read() gives of its rows, of columns those it has. shape: the whole's;
+    dtype: None for that of what is read."""
+    cut = tensor.cut
+    ranges = ((0, shape[0]),) if cut is None or cut.axis else cut.ranges
+    band = max(1, _BAND // (shape[1] if len(shape) > 1 else 1))
+    loaded: torch.Tensor | None = None
+    done = 0
+    for first, end in ranges:
+        for row in range(first, end, band):
+            rows = read((row, min(row + band, end)))
+            if loaded is None:
+                loaded = torch.empty(tensor.shape, dtype=dtype or rows.dtype)
+            loaded[done : done + len(rows)] = rows
+            done += len(rows)
+    assert loaded is not None
+    return loaded
 
 
 def _in_blocks(cut: Cut) -> Cut | None:
@@ -179,6 +197,10 @@ def _taken(whole: torch.Tensor, cut: Cut | None) -> torch.Tensor:
         return whole
     pieces = [whole.narrow(cut.axis, first, end - first) for first, end in cut.ranges]
     return torch.cat(pieces, dim=cut.axis)
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor if dtype is None else tensor.to(dtype)
 
 
 def _own_rows(values: torch.Tensor, tensor: StoredTensor) -> torch.Tensor:

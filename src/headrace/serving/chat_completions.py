@@ -24,6 +24,7 @@ from headrace.serving.engine_request import (
     salt_of,
     sampling_params,
 )
+from headrace.serving.harmony import HarmonyText, speaks_harmony
 from headrace.serving.logprobs import chat_logprobs, prompt_logprobs
 from headrace.serving.pieces import LATER, Pieces, fill, in_turns
 from headrace.serving.requests import ChatBody, Messages
@@ -65,6 +66,10 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         defaults=engine.card.sampling_defaults,
     )
+    # Special tokens part reasoning and answer, for those who want them parted.
+    parted = body.skip_special_tokens is not False and speaks_harmony(engine.tokenizer.core)
+    if parted:
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
     prompt = await encode_messages(
         service,
         body.messages,
@@ -88,7 +93,7 @@ async def answer_chat(service: Service, body: ChatBody) -> Response:
         vocab_size=engine.card.vocab_size,
         fields=fields,
     )
-    answer = _ChatCompletion(service, body, params, prompt)
+    answer = _ChatCompletion(service, body, params, prompt, parted)
     # From here on something runs, which only the answer ends.
     generation = await service.begin(
         [prompt], params, body.priority or 0, fields, salt_of(body), keeps=not body.stream
@@ -132,10 +137,18 @@ class _ChatCompletion:
     """What is the same in all parts of an answer, and how its parts are made."""
 
     def __init__(
-        self, service: Service, body: ChatBody, params: SamplingParams, prompt: list[int]
+        self,
+        service: Service,
+        body: ChatBody,
+        params: SamplingParams,
+        prompt: list[int],
+        parted: bool,
     ) -> None:
+        """parted: texts are in harmony."""
         self.params = params
         self.prompt = prompt
+        # By choice.
+        self._harmony = [HarmonyText() for _ in range(params.n)] if parted else None
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = body.model or service.model_name
@@ -161,6 +174,24 @@ class _ChatCompletion:
             )
         )
 
+    def message(self, index: int, text: str) -> AnswerMessage:
+        """Of a choice's whole text."""
+        if self._harmony is None:
+            return AnswerMessage("assistant", text)
+        reasoning, content = self._harmony[index].push(text, last=True)
+        said = content if content or not reasoning else None
+        return AnswerMessage("assistant", said, reasoning_content=reasoning or None)
+
+    def deltas(self, index: int, text: str, *, last: bool) -> list[ChatDelta]:
+        """Of a choice's next piece of text, one at least."""
+        if self._harmony is None:
+            return [ChatDelta(text)]
+        reasoning, content = self._harmony[index].push(text, last=last)
+        if not reasoning:
+            return [ChatDelta(content)]
+        thought = ChatDelta(reasoning_content=reasoning)
+        return [thought, ChatDelta(content)] if content else [thought]
+
     async def logprobs(self, tokens: list[tuple[int, TokenLogprobs]]) -> Pieces:
         """ChatLogprobs, or null unless they are asked for."""
         if not self._body.logprobs:
@@ -185,7 +216,7 @@ async def _whole(answer: _ChatCompletion, generation: Generation) -> Pieces:
     all_of_them: Pieces = []
     for index, choice in enumerate(choices.of(0)):
         text, tokens = choice.take()
-        message = AnswerMessage("assistant", text)
+        message = answer.message(index, text)
         written = _encode(
             ChatChoice(index, message, LATER, choice.finish_reason, choice.stop_reason)
         )
@@ -230,7 +261,10 @@ async def _events(
             text, tokens = choice.take()
             reason = choice.finish_reason
             stop_reason = choice.stop_reason if reason else UNSET
-            piece = ChatChunkChoice(index, ChatDelta(text), LATER, reason, stop_reason)
+            *before, delta = answer.deltas(index, text, last=reason is not None)
+            for thought in before:
+                yield [answer.chunk([ChatChunkChoice(index, thought, None, None)], no_usage)]
+            piece = ChatChunkChoice(index, delta, LATER, reason, stop_reason)
             yield fill(answer.chunk([piece], no_usage), await answer.logprobs(tokens))
     if include_usage:
         yield [answer.chunk([], choices.count.usage())]

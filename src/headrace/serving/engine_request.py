@@ -14,7 +14,7 @@ from headrace.serving.requests import GenerationBody
 _SHARED = (
     "frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop", "temperature", "top_p",
     "top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "bad_words",
-    "ignore_eos", "include_stop_str_in_output", "prompt_logprobs",
+    "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs",
 )  # fmt: skip
 
 

@@ -61,7 +61,6 @@ class GenerationBody(Body, kw_only=True):
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "use_beam_search": _NO,
         "length_penalty": (None, 1),
-        "skip_special_tokens": _YES,
         "spaces_between_special_tokens": _YES,
         "truncate_prompt_tokens": _NOTHING,
         "allowed_token_ids": _NOTHING,
@@ -93,6 +92,7 @@ class GenerationBody(Body, kw_only=True):
     bad_words: _Texts | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     prompt_logprobs: _OrMinusOne | None = None
     priority: _Priority | None = None
     cache_salt: _Salt | None = None
@@ -101,7 +101,6 @@ class GenerationBody(Body, kw_only=True):
 
     use_beam_search: bool | None = None
     length_penalty: float | None = None
-    skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     allowed_token_ids: list[int] | None = None

@@ -93,11 +93,13 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class AnswerMessage(msgspec.Struct):
-    """What the assistant says."""
+    """What the assistant says. reasoning_content: of models that think first, as vLLM has it; None
+    if it did not. content is None then if it said nothing else."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType | None = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -127,6 +129,7 @@ class ChatDelta(msgspec.Struct):
 
     content: str | UnsetType = UNSET
     role: Literal["assistant"] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
