@@ -44,7 +44,7 @@ def write_checkpoint(path: Path) -> None:
         vocab_size=1024, hidden_size=576, intermediate_size=288, num_hidden_layers=8,
         num_attention_heads=16, num_key_value_heads=2, head_dim=64, num_local_experts=32,
         num_experts_per_tok=4, sliding_window=128, tie_word_embeddings=False, pad_token_id=None,
-        max_position_embeddings=4096, dtype="bfloat16",
+        max_position_embeddings=131072, dtype="bfloat16",
         rope_parameters={
             "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0,
             "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096,
@@ -69,8 +69,9 @@ def server(model: Path, layout: tuple[int, int], latency_ms: float, feedback: st
     command = [
         HEADRACE, "serve", "--model", model, "-pp", stages, "-tp", shards, "--port", port,
         "--token-feedback", feedback, "--link-latency-ms", latency_ms,
-        "--no-enable-prefix-caching", "--max-num-seqs", AT_ONCE, "--max-model-len", 1024,
-        "--dtype", "bfloat16",
+        "--no-enable-prefix-caching", "--max-num-seqs", AT_ONCE, "--dtype", "bfloat16",
+        # The whole text must fit: its lines are counted in tokens.
+        "--max-model-len", 32768, "--kv-cache-memory", "256MiB",
     ]  # fmt: skip
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log)
