@@ -13,7 +13,7 @@ from headrace.errors import StartError, UsageError
 from test_recovery import Answers, answers, pids, send
 from tiny_checkpoints import write_tiny_gguf
 
-LAYOUTS = [(1, 2), (2, 2), (1, 3)]
+LAYOUTS = [(1, 2), (2, 2), pytest.param(1, 3, marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,7 @@ def test_shards_answer_as_one_process_does(
         assert llm.card.ranks.count == stages * shards == len(llm.snapshot.usage)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [{"link_backend": "gloo"}, {"token_feedback": "blocking"}])
 def test_shards_answer_so_by_other_links_and_with_blocking_feedback(
     model: str, expected: Answers, settings: dict[str, str]
@@ -77,7 +78,9 @@ def test_logprobs_of_prompt_and_answer_are_those_of_one_process(model: str) -> N
     assert told[1] == pytest.approx(told[0], abs=1e-4)
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "victim", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3))]
+)
 def test_a_shard_that_is_killed_is_started_anew_and_every_answer_is_the_same(
     model: str, expected: Answers, victim: int
 ) -> None:
@@ -95,6 +98,7 @@ def test_a_shard_that_is_killed_is_started_anew_and_every_answer_is_the_same(
         assert same == [number != victim for number in range(4)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
 def test_an_exception_in_a_layer_of_a_shard_costs_it_alone(
     model: str, expected: Answers, victim: int, faults: Faults
@@ -122,6 +126,7 @@ def test_a_link_that_is_shut_under_a_shard_costs_no_process(
         assert pids(llm) == before
 
 
+@pytest.mark.long
 def test_a_shard_that_is_stopped_is_found_and_replaced(model: str, expected: Answers) -> None:
     with engine(model, 1, 2, stall_timeout=2.0) as llm:
         before = pids(llm)

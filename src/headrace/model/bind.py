@@ -45,6 +45,7 @@ class Weights:
         return sum(t.nbytes for t in tensors) + products + experts
 
 
+@freed_at_once()
 def bind(
     share: Program,
     source: TensorSource,
@@ -58,18 +59,6 @@ def bind(
     dtype: of activations and weights. Raises ModelError for tensors that are missing or of the
     wrong shape.
     """
-    with freed_at_once():
-        return _bound(share, source, dtype, device, max_model_len, progress)
-
-
-def _bound(
-    share: Program,
-    source: TensorSource,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    progress: Callable[[float], None],
-) -> Weights:
     weights = Weights()
     operations = [*share.operations, *share.head]
     for number, operation in enumerate(operations):
