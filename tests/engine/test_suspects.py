@@ -76,3 +76,21 @@ def test_the_end_of_a_request_ends_its_suspicion() -> None:
     assert suspects.apart == 4
     suspects.ended(second, [])
     assert not suspects
+
+
+def test_kills_after_a_fault_of_its_own_do_not_tell_but_another_fault_does() -> None:
+    suspects = Suspects()
+    (only,) = _completions(4, 1)
+    going_on = {4: [only]}
+    assert suspects.died([only], going_on, outside=False) is None
+    for _ in range(3):
+        assert suspects.died([only], going_on, outside=True) is None
+    assert suspects.apart == 4
+    assert suspects.died([only], going_on, outside=False) == 4
+
+
+def test_a_fourth_kill_at_the_same_point_tells() -> None:
+    suspects = Suspects()
+    (only,) = _completions(4, 1)
+    told = [suspects.died([only], {4: [only]}, outside=True) for _ in range(4)]
+    assert told == [None, None, None, 4]

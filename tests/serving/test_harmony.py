@@ -26,15 +26,16 @@ TEMPLATE = "{{ messages[0].content }}<|start|>assistant"
 # Has every slot sample the tokens of a file, one after the other, whatever the model says.
 SCRIPT = """
 def read_out(module):
+    import weakref
+
     tokens = [int(t) for t in (FOLDER / "script").read_text().split()]
-    told = {}
+    told = weakref.WeakKeyDictionary()
 
     def sample(self, plan, logits):
         import torch
         chosen = []
         for _, sampling in self._sampling_rows(plan):
-            at = told.get(id(sampling), 0)
-            told[id(sampling)] = at + 1
+            at = told[sampling] = told.get(sampling, -1) + 1
             chosen.append(tokens[at % len(tokens)])
         return torch.tensor(chosen)
 

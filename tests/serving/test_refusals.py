@@ -60,7 +60,6 @@ SEEDED: dict[str, Any] = {"max_tokens": 10, "seed": 7}
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"structured_outputs": {"regex": "a*"}}, "structured_outputs"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"skip_special_tokens": False}, "skip_special_tokens"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),
         ({"priority": "high"}, "priority"),

@@ -9,7 +9,6 @@ an error and nothing else.
 import mmap
 import os
 import struct
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -87,6 +86,16 @@ class GgufTensor:
     nbytes: int
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """Closes the descriptor when nobody has it any more."""
+
+    descriptor: int
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
 @dataclass
 class GgufFile:
     """A GGUF file whose header has been read and whose tensors are read on demand.
@@ -97,10 +106,7 @@ class GgufFile:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
-    _descriptor: int = field(repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        weakref.finalize(self, os.close, self._descriptor)
+    _opened: "_Opened" = field(repr=False, compare=False)
 
     def load(
         self,
@@ -142,7 +148,7 @@ class GgufFile:
         data = bytearray(nbytes)
         view, done = memoryview(data), 0
         while done < nbytes:
-            count = os.preadv(self._descriptor, [view[done:]], offset + done)
+            count = os.preadv(self._opened.descriptor, [view[done:]], offset + done)
             if not count:
                 raise ModelError(f"{self.path}: was cut short since it was opened; start again")
             done += count
@@ -162,15 +168,11 @@ def read_gguf(path: Path) -> GgufFile:
             if size < len(MAGIC):
                 raise ModelError(f"{path}: is not a GGUF file: it has only {size} bytes")
             contents = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-            descriptor = os.dup(handle.fileno())
+            opened = _Opened(os.dup(handle.fileno()))
     except OSError as error:
         raise ModelError(f"{path}: cannot be opened: {error.strerror or error}") from error
-    try:
-        metadata, tensors = _read_header(_Header(path, contents))
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return GgufFile(path, metadata, tensors, descriptor)
+    metadata, tensors = _read_header(_Header(path, contents))
+    return GgufFile(path, metadata, tensors, opened)
 
 
 def _read_header(header: "_Header") -> tuple[dict[str, Any], dict[str, GgufTensor]]:

@@ -5,14 +5,15 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli import options
+from headrace.cli.flags import engine_flags, with_flags
 from headrace.cli.printing import print_answer, print_rows, print_where, progress
 
 
+@with_flags
 def all_reduce(
-    tensor_parallel_size: Annotated[
-        int, typer.Option("--tensor-parallel-size", "-tp", help="Shards.")
-    ] = 2,
     rounds: Annotated[int, typer.Option(help="How often each size is measured.")] = 7,
+    *,
+    engine: Annotated[dict[str, Any], engine_flags(tensor_parallel_size=2)],
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> int:
@@ -20,10 +21,11 @@ def all_reduce(
     # Only here: it brings in all of torch.
     from headrace.bench.all_reduce import measure_all_reduce
 
-    options.check_range("--tensor-parallel-size", tensor_parallel_size, 2, 64)
+    shards = engine["tensor_parallel_size"]
+    options.check_range("--tensor-parallel-size", shards, 2, 64)
     options.check_range("--rounds", rounds, 1, 1000)
     with progress() as say:
-        measured = measure_all_reduce(tensor_parallel_size, rounds, say)
+        measured = measure_all_reduce(shards, rounds, say)
     print_answer(measured, as_json, _print_figures)
     return 0
 

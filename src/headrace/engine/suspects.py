@@ -7,7 +7,8 @@ computed, so at the second death there is one request that it can be.
 Each death weighs on what was computed. One of the stage's own doing (an exception, a segmentation
 fault, a step that never ends) weighs so much that its suspects run apart at once, and the second
 one tells. A process that was killed or stopped by somebody else says little about the request: two
-such deaths in a row, at the same point, have it run apart, and two more there tell.
+such deaths in a row, at the same point, have it run apart, and two more there tell. Each of the two
+kinds tells by itself alone: somebody may well kill a process twice after a fault of its own.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,16 +17,28 @@ from dataclasses import dataclass, field
 from headrace.engine.request import Sequence
 
 _OWN, _OUTSIDE = 2, 1
-_APART, _BLAMED = 2, 4
+_APART = 2
+_OWN_BLAMED, _OUTSIDE_BLAMED = 2, 4
 
 
 @dataclass
 class _Mark:
-    """weight: of the deaths at this point. outputs: by completion that goes on, how many tokens it
+    """own, outside: deaths at this point. outputs: by completion that goes on, how many tokens it
     had or was about to have then; with one more it is past the point."""
 
-    weight: int = 0
+    own: int = 0
+    outside: int = 0
     outputs: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def weight(self) -> int:
+        """Of all deaths."""
+        return _OWN * self.own + _OUTSIDE * self.outside
+
+    @property
+    def blamed(self) -> bool:
+        """Whether the deaths tell, if nothing else was computed."""
+        return self.own >= _OWN_BLAMED or self.outside >= _OUTSIDE_BLAMED
 
 
 class Suspects:
@@ -61,7 +74,9 @@ class Suspects:
         computed = [sequence for sequence in computed if sequence.request.id in going_on]
         requests = {sequence.request.id for sequence in computed}
         for number in requests:
-            self._marks.setdefault(number, _Mark()).weight += _OUTSIDE if outside else _OWN
+            mark = self._marks.setdefault(number, _Mark())
+            mark.outside += outside
+            mark.own += not outside
         for sequence in computed:
             run, outputs_had = sequence.run, len(sequence.outputs)
             due = outputs_had + sequence.in_flight
@@ -75,7 +90,7 @@ class Suspects:
                 del self._marks[number]
         if len(requests) == 1:
             (only,) = requests
-            if only in self._marks and self._marks[only].weight >= _BLAMED:
+            if only in self._marks and self._marks[only].blamed:
                 return only
         return None
 
