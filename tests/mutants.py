@@ -321,7 +321,7 @@ MUTANTS = [
         "whatever ran when a stage died blamed",
         "engine.suspects:Suspects.died",
         ("if len(requests) == 1:\n        (only,) = requests", "for only in requests:"),
-        ("self._marks[only].weight >= _BLAMED", "self._marks[only].weight >= _APART"),
+        ("self._marks[only].blamed", "self._marks[only].weight >= _APART"),
     ),
 ]
 
