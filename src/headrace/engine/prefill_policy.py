@@ -50,7 +50,10 @@ class StepAllowance:
         which costs a sampled row, too. 0: the step is full.
         """
         count = max(0, min(wanted, self.tokens))
-        if self._seconds(start, count, reported) > max(self.seconds, 0.0):
+        if self.seconds < 0:
+            # Also of tokens that seem to cost nothing: they read experts, too.
+            count = min(count, self.least)
+        elif self._seconds(start, count, reported) > self.seconds:
             count = min(count, max(self._fitting(start, reported), self.least))
         self.tokens -= count
         self.seconds -= self._seconds(start, count, reported)
@@ -67,7 +70,7 @@ class StepAllowance:
     def _fitting(self, start: int, reported: bool) -> int:
         """The longest chunk within the seconds: the root of a quadratic, as each token of a chunk
         attends to one position more than the one before."""
-        seconds = max(0.0, self.seconds)
+        seconds = self.seconds
         curve = self.cost.per_position / 2
         slope = self.cost.per_token + self.cost.per_position * (start + 0.5)
         if reported:
