@@ -58,18 +58,17 @@ class ShardMeeting:
         which it waits at all. Raises StartError if another does not come, LinkError if it is gone,
         and what check raises.
         """
-        if self._shard == 0:
-            size = memory_size(self._ranks.num_shards)
-            memory = os.memfd_create("headrace-sums")
-            os.ftruncate(memory, size)
         try:
-            if self._shard == 0:
-                for door in self._doors:
-                    peer = door.wait_for_peer(timeout_s, check)
-                    self._peers.append(peer)
-                    socket.send_fds(peer, [_HERE], [memory])
-            else:
-                memory = self._knock(peers, timeout_s, check)
+            memory = (
+                self._new_memory() if self._shard == 0 else self._knock(peers, timeout_s, check)
+            )
+        except OSError as error:
+            self._ends[0].gone(error)
+        try:
+            for door in self._doors:
+                peer = door.wait_for_peer(timeout_s, check)
+                self._peers.append(peer)
+                socket.send_fds(peer, [_HERE], [memory])
             exchange.join(
                 memory,
                 self._shard,
@@ -93,6 +92,12 @@ class ShardMeeting:
         if self._exchange is not None:
             self._exchange.leave()
 
+    def _new_memory(self) -> int:
+        """The descriptor of memory that nobody has yet, of zeros."""
+        memory = os.memfd_create("headrace-sums")
+        os.ftruncate(memory, memory_size(self._ranks.num_shards))
+        return memory
+
     def _knock(self, peers: list[EdgeAddress], timeout_s: float, check: Check) -> int:
         """The descriptor of the memory."""
         (end,) = self._ends
@@ -101,12 +106,11 @@ class ShardMeeting:
         self._peers.append(peer)
         peer.setblocking(True)
         peer.settimeout(timeout_s)
-        said, (descriptor, *_), _, _ = socket.recv_fds(peer, len(_HERE), 1)
+        said, descriptors, _, _ = socket.recv_fds(peer, len(_HERE), 1)
         peer.setblocking(False)
-        if said != _HERE:
-            os.close(descriptor)
+        if said != _HERE or len(descriptors) != 1:
             raise ConnectionError("it did not share its memory")
-        return descriptor
+        return descriptors[0]
 
     def _look(self, shard: int, waited_s: float, wait_s: float) -> None:
         """Raises LinkError if a shard that this one is joined to is gone, or another is late."""
