@@ -15,10 +15,10 @@ _SLOW_ROWS = range(17, 33)
 class Linear:
     """y = x W^T + b for W [out, in] and optional b [out].
 
-    On CPUs with arithmetic for dtype that only oneDNN uses (float16, and bfloat16 with AVX-512 but
-    without AMX) W is packed for oneDNN. Other CPUs multiply by the native kernel, which keeps W in
-    its dtype: each row's result is the same, bit for bit, whatever other rows there are. Without
-    native kernels, W is held in float32 where the CPU has no arithmetic for dtype.
+    The native kernel keeps W in its dtype: each row's result is the same, bit for bit, whatever
+    other rows there are. Where the CPU has arithmetic for dtype that only oneDNN uses (float16, and
+    bfloat16 where an older compiler built the kernels) W is packed for oneDNN. Without native
+    kernels, W is held in float32 where the CPU has no arithmetic for dtype.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:

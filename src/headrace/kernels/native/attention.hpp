@@ -67,6 +67,43 @@ HEADRACE_INLINE void multiply_add_columns(Sums<Rows, Groups>& sums, const float*
   if (at < k) add(at, 0);
 }
 
+#ifdef HEADRACE_DOT
+template <int Rows, int Groups>
+HEADRACE_INLINE void multiply_add_columns(Sums<Rows, Groups>& sums, const Bf16* a,
+                                          int64_t a_stride, const Bf16* const (&b)[Groups],
+                                          int64_t row_stride, int64_t k, const Bf16* ahead,
+                                          int lines) {
+  static_assert(kWide == 1, "a group is a vector wide");
+  int64_t at = 0;
+  for (; at + 2 <= k; at += 2) {
+    const int64_t row_start = at / 2 * row_stride;
+    if (ahead) {
+      const char* row = reinterpret_cast<const char*>(ahead + row_start);
+      for (int line = 0; line < lines; line++) __builtin_prefetch(row + 64 * line);
+    }
+    __m512bh right[Groups];
+#pragma GCC unroll 4
+    for (int g = 0; g < Groups; g++) right[g] = pairs(b[g] + row_start);
+#pragma GCC unroll 12
+    for (int row = 0; row < Rows; row++) {
+      const __m512bh left = broadcast_pair(a + row * a_stride + at);
+#pragma GCC unroll 4
+      for (int g = 0; g < Groups; g++)
+        sums.of[row][g][0] = add_products(sums.of[row][g][0], left, right[g]);
+    }
+  }
+  if (at == k) return;
+  // Half a pair: what the other half holds, if anything, is not multiplied.
+  for (int row = 0; row < Rows; row++) {
+    const Bf16 single[2] = {a[row * a_stride + at], {}};
+    for (int g = 0; g < Groups; g++)
+      sums.of[row][g][0] =
+          add_products(sums.of[row][g][0], broadcast_pair(single),
+                       first_of_pairs(b[g] + at / 2 * row_stride));
+  }
+}
+#endif
+
 // One tile: rows first to first + Rows of a plan row and key head, counted token by token and
 // within a token by query head. fetches: the first to read this key head's keys and values, which
 // come from memory then, a block here and a block there, which the CPU does not foresee.
@@ -105,14 +142,14 @@ struct Attention {
     return args.query_starts[tile.row] + (tile.first + row) / group;
   }
 
-  void take_queries(const Tile& tile, int rows, float* queries) const {
+  void take_queries(const Tile& tile, int64_t rows, Left<T>* queries) const {
     const int64_t dim = args.cache.head_dim;
     for (int row = 0; row < rows; row++) {
       int64_t head;
       const int64_t token = token_and_head(tile, row, head);
       const T* q = static_cast<const T*>(args.q) + token * args.q_stride + head * dim;
       for (int64_t d = 0; d < dim; d += kLanes)
-        store(queries + row * dim + d, load(q + d) * args.scale);
+        store(queries + row * dim + d, load(q + d));
     }
   }
 
@@ -128,7 +165,7 @@ struct Attention {
 
   // Scores of Blocks blocks from `block` on; `to` is where the first one's go.
   template <int Rows, int Blocks>
-  void score_blocks(const Tile& tile, const float* queries, float* to, int64_t stride,
+  void score_blocks(const Tile& tile, const Left<T>* queries, float* to, int64_t stride,
                     int64_t block, int64_t end_block) const {
     const CacheShape& shape = args.cache;
     for (int64_t at = 0; at < shape.block_rows; at += kColumns) {
@@ -138,8 +175,8 @@ struct Attention {
                            ? keys(tile, block + kAhead) + at * kPair<T>
                            : nullptr;
       Sums<Rows, Blocks> sums;
-      multiply_add_columns<Rows, Blocks, T>(sums, queries, shape.head_dim, columns,
-                                            shape.block_rows * kPair<T>, shape.head_dim, ahead, 1);
+      multiply_add_columns(sums, queries, shape.head_dim, columns, shape.block_rows * kPair<T>,
+                           shape.head_dim, ahead, 1);
       for (int row = 0; row < Rows; row++)
         for (int b = 0; b < Blocks; b++)
           for (int v = 0; v < kWide; v++)
@@ -149,7 +186,7 @@ struct Attention {
   }
 
   template <int Rows>
-  void score(const Tile& tile, const float* queries, float* scores, int64_t stride,
+  void score(const Tile& tile, const Left<T>* queries, float* scores, int64_t stride,
              int64_t first_block, int64_t end_block) const {
     constexpr int together = kGroups<Rows>;
     int64_t block = first_block;
@@ -163,8 +200,8 @@ struct Attention {
                             stride, block, end_block);
   }
 
-  // Scores to weights that still lack the division by what is returned. What lies outside
-  // low to high, and places of a block beyond its size, get weight 0.
+  // Products of queries and keys to weights that still lack the division by what is returned. What
+  // lies outside low to high, and places of a block beyond its size, get weight 0.
   float soften(float* scores, int64_t first_block, int64_t end_block, int64_t low, int64_t high,
                int64_t head) const {
     const int64_t size = args.cache.block_size, rows = args.cache.block_rows;
@@ -172,6 +209,7 @@ struct Attention {
     for (int64_t block = first_block; block < end_block; block++) {
       float* part = scores + (block - first_block) * rows;
       const int64_t start = block * size;
+      for (int64_t i = 0; i < rows; i += kLanes) store(part + i, load(part + i) * args.scale);
       if (args.soft_cap)
         for (int64_t i = 0; i < rows; i += kLanes)
           store(part + i, args.soft_cap * hyperbolic_tangent(load(part + i) / args.soft_cap));
@@ -194,8 +232,27 @@ struct Attention {
     return total;
   }
 
+  // weights [count] in two parts of bfloat16, which together are as exact as 16 bits.
+  static void part_weights(const float* weights, Bf16* upper, Bf16* lower, int64_t count) {
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const F32 weight = load(weights + i);
+      store(upper + i, weight);
+      store(lower + i, weight - load(upper + i));
+    }
+  }
+
+  // What multiplies values: the weights themselves, or their parts, one behind the other.
+  static const Left<T>* as_multiplied(float* weights, int64_t count, Left<T>* parts) {
+    if constexpr (sizeof(Left<T>) == 4) {
+      return weights;
+    } else {
+      part_weights(weights, parts, parts + count, count);
+      return parts;
+    }
+  }
+
   template <int Rows, int Groups>
-  void weigh_columns(const Tile& tile, const float* weights, int64_t stride, const float* totals,
+  void weigh_columns(const Tile& tile, const Left<T>* weights, int64_t stride, const float* totals,
                      int64_t first_block, int64_t end_block, int64_t d) const {
     const CacheShape& shape = args.cache;
     const int64_t last = position(tile, Rows - 1);
@@ -209,10 +266,13 @@ struct Attention {
                            : nullptr;
       // No further than the last position: what lies behind may be another sequence's infinity,
       // and 0 times that is no number.
-      multiply_add_columns<Rows, Groups, T>(
-          sums, weights + (block - first_block) * shape.block_rows, stride, columns,
-          shape.head_dim * kPair<T>, smaller(shape.block_size, last + 1 - block * shape.block_size), ahead,
-          int(shape.head_dim * kPair<T> * sizeof(T) / 64));
+      const int64_t there = smaller(shape.block_size, last + 1 - block * shape.block_size);
+      const Left<T>* own = weights + (block - first_block) * shape.block_rows;
+      multiply_add_columns(sums, own, stride, columns, shape.head_dim * kPair<T>, there, ahead,
+                           int(shape.head_dim * kPair<T> * sizeof(T) / 64));
+      if constexpr (sizeof(Left<T>) == 2)
+        multiply_add_columns(sums, own + Rows * stride, stride, columns, shape.head_dim * 2, there,
+                             static_cast<const T*>(nullptr), 0);
     }
     for (int row = 0; row < Rows; row++) {
       int64_t head;
@@ -225,7 +285,7 @@ struct Attention {
   }
 
   template <int Rows>
-  void weigh(const Tile& tile, const float* weights, int64_t stride, const float* totals,
+  void weigh(const Tile& tile, const Left<T>* weights, int64_t stride, const float* totals,
              int64_t first_block, int64_t end_block) const {
     constexpr int together = kGroups<Rows>;
     const int64_t dim = args.cache.head_dim;
@@ -242,8 +302,9 @@ struct Attention {
     const int64_t last = position(tile, Rows - 1);
     const int64_t first_block = horizon(position(tile, 0)) / size, end_block = last / size + 1;
     const int64_t stride = (end_block - first_block) * args.cache.block_rows;
-    float* queries = scratch<float>(Rows * (args.cache.head_dim + stride));
-    float* scores = queries + Rows * args.cache.head_dim;
+    float* scores = scratch<float>(Rows * stride);
+    Left<T>* queries = scratch<Left<T>, 1>(Rows * (args.cache.head_dim + 2 * stride));
+    Left<T>* parts = queries + Rows * args.cache.head_dim;
     float totals[Rows];
     take_queries(tile, Rows, queries);
     score<Rows>(tile, queries, scores, stride, first_block, end_block);
@@ -254,7 +315,8 @@ struct Attention {
       totals[row] =
           soften(scores + row * stride, first_block, end_block, horizon(at), at, head);
     }
-    weigh<Rows>(tile, scores, stride, totals, first_block, end_block);
+    weigh<Rows>(tile, as_multiplied(scores, Rows * stride, parts), stride, totals, first_block,
+                end_block);
   }
 
   template <int Rows>

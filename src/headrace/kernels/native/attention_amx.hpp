@@ -108,15 +108,6 @@ struct TileAttention : Attention<Bf16> {
     }
   }
 
-  // weights [count] to their upper and lower parts.
-  static void part_weights(const float* weights, Bf16* upper, Bf16* lower, int64_t count) {
-    for (int64_t i = 0; i < count; i += kLanes) {
-      const F32 weight = load(weights + i);
-      store(upper + i, weight);
-      store(lower + i, weight - load(upper + i));
-    }
-  }
-
   // Of 64 columns of the values, or of 16, the sums over all positions.
   template <bool Four>
   void weigh_columns(const Tile& tile, const Bf16* upper, const Bf16* lower, int64_t stride,
@@ -202,7 +193,6 @@ struct TileAttention : Attention<Bf16> {
       int64_t head;
       token_and_head(tile, row, head);
       float* own = scores + row * stride;
-      for (int64_t i = 0; i < stride; i += kLanes) store(own + i, load(own + i) * args.scale);
       const int64_t at = position(tile, row);
       totals[row] = soften(own, first_block, end_block, horizon(at), at, head);
       part_weights(own, upper + row * stride, lower + row * stride, stride);

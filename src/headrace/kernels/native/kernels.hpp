@@ -222,6 +222,9 @@ extern const Kernels kPortable;
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
 #endif
+#ifdef HEADRACE_HAS_DOT
+extern const Kernels kAvx512Bf16;
+#endif
 #ifdef HEADRACE_HAS_AMX
 extern const Kernels kAmx;
 #endif

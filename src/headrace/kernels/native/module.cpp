@@ -51,12 +51,16 @@ std::vector<const Kernels*> usable_paths() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                     __builtin_cpu_supports("bmi2");
   if (avx2) paths.push_back(&kAvx2);
-  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-    paths.push_back(&kAvx512);
+  const bool avx512 =
+      avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512) paths.push_back(&kAvx512);
+#endif
+#ifdef HEADRACE_HAS_DOT
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) paths.push_back(&kAvx512Bf16);
 #endif
 #ifdef HEADRACE_HAS_AMX
-  if (paths.back() == &kAvx512 && may_use_tiles()) paths.push_back(&kAmx);
+  if (avx512 && may_use_tiles()) paths.push_back(&kAmx);
 #endif
   return paths;
 }

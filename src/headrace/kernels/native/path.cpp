@@ -35,7 +35,7 @@ void attention_any(const AttentionArgs& args) {
   args.type == Type::kBfloat16 ? attention_by_tiles(args) : attention<float>(args);
 }
 #else
-constexpr bool kMultipliesBfloat16 = false;
+constexpr bool kMultipliesBfloat16 = sizeof(Left<Bf16>) == sizeof(Bf16);
 void linear_any(const LinearArgs& args) { HEADRACE_BY_TYPE(args.type, linear, args); }
 void attention_any(const AttentionArgs& args) { HEADRACE_BY_TYPE(args.type, attention, args); }
 #endif

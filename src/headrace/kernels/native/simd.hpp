@@ -7,6 +7,10 @@
 
 #include <stdint.h>
 
+#ifdef HEADRACE_DOT
+#include <immintrin.h>
+#endif
+
 #ifndef HEADRACE_LANES
 #error "compile through path.cpp with HEADRACE_LANES set"
 #endif
@@ -33,6 +37,20 @@ template <typename T>
 constexpr int kPair = 4 / sizeof(T);
 
 #define HEADRACE_INLINE inline __attribute__((always_inline))
+
+// As what a number of x is multiplied with one of a T: as it is where the path has arithmetic for it.
+template <typename T>
+struct Multiplied {
+  using Type = float;
+};
+#ifdef HEADRACE_DOT
+template <>
+struct Multiplied<Bf16> {
+  using Type = Bf16;
+};
+#endif
+template <typename T>
+using Left = typename Multiplied<T>::Type;
 
 HEADRACE_INLINE F32 broadcast(float x) {
   return x - F32{};
@@ -95,6 +113,25 @@ HEADRACE_INLINE F32 part(const Bf16* words, int k) {
   const U32 pairs = *reinterpret_cast<const U32u*>(words);
   return (F32)(k == 0 ? pairs << 16 : pairs & 0xffff0000u);
 }
+
+#ifdef HEADRACE_DOT
+// Two numbers side by side in all lanes, and packed words as they are.
+HEADRACE_INLINE __m512bh broadcast_pair(const Bf16* from) {
+  int pair;
+  __builtin_memcpy(&pair, from, 4);
+  return (__m512bh)_mm512_set1_epi32(pair);
+}
+HEADRACE_INLINE __m512bh pairs(const Bf16* words) { return (__m512bh)_mm512_loadu_si512(words); }
+HEADRACE_INLINE __m512bh first_of_pairs(const Bf16* words) {
+  return (__m512bh)_mm512_and_si512(_mm512_loadu_si512(words), _mm512_set1_epi32(0xffff));
+}
+
+// acc + left[0] right[0] + left[1] right[1], rounded after each. Numbers below the normal ones count
+// as 0 (Intel SDM, VDPBF16PS).
+HEADRACE_INLINE F32 add_products(F32 acc, __m512bh left, __m512bh right) {
+  return (F32)_mm512_dpbf16_ps((__m512)acc, left, right);
+}
+#endif
 
 HEADRACE_INLINE F32 larger(F32 a, F32 b) { return a > b ? a : b; }
 HEADRACE_INLINE float larger(float a, float b) { return a > b ? a : b; }
