@@ -15,7 +15,7 @@ run: setup
 
 # Two at a time: many tests wait for processes to start or end.
 test: setup
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 simulate: setup
 	$(BIN)/python tests/simulate.py $(SEEDS)

@@ -43,6 +43,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("long") is not None:
                 item.add_marker(pytest.mark.skip(reason="a long one: set HEADRACE_LONG=1"))
+    # Files that start whole engines first: with a long one at the end, all but one process would
+    # have nothing to do.
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
 
 
 # Code, prose, lists, numbers, other scripts; from one token to a few hundred.

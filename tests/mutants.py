@@ -181,7 +181,7 @@ MUTANTS = [
     ),
     _mutant(
         "one buffer for the activations of all steps of a size",
-        "execution.model_executor:ModelExecutor.activations_buffer",
+        "execution.model_executor:ModelExecutor._new_activations",
         ("return torch.empty(", "return self.__dict__.setdefault(tokens, torch.empty("),
         ("device=self.device\n    )", "device=self.device\n    ))"),
     ),

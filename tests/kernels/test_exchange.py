@@ -89,6 +89,24 @@ def test_the_first_shard_has_all_parts_side_by_side(
     assert not outs[1].any()
 
 
+# Fewer than there are shards, not a multiple of them, and more than a round holds.
+@pytest.mark.parametrize("size", [1, 7, 600_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [2, 3])
+def test_parts_that_each_has_one_of_are_put_together_on_all(
+    size: int, dtype: torch.dtype, count: int
+) -> None:
+    whole = torch.randn(size).to(dtype)
+    outs = [torch.zeros(size, dtype=dtype) for _ in range(count)]
+    with joined(count) as exchanges:
+        parts = [exchange.part_of(whole).clone() for exchange in exchanges]
+        assert [len(part) for part in parts] == [e.part_size(size) for e in exchanges]
+        at_once(lambda n: exchanges[n].gather_parts(parts[n], outs[n]), count)
+    assert sum(map(len, parts)) == size
+    for out in outs:
+        assert torch.equal(out, whole)
+
+
 def test_what_is_raised_while_another_is_waited_for_ends_the_wait() -> None:
     asked: list[tuple[int, float]] = []
 

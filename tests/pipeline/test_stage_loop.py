@@ -61,6 +61,9 @@ class Executor:
     def activations_buffer(self, tokens: int) -> torch.Tensor:
         return torch.zeros(tokens, 1)
 
+    def passed_on(self, activations: torch.Tensor) -> torch.Tensor:
+        return activations
+
 
 def plan(step: int, *rows: Row, epoch: int = 0) -> Plan:
     return Plan(epoch, step, 0, list(rows), [], [], [])

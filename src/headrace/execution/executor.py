@@ -28,7 +28,7 @@ class Executor(Protocol):
         """Apply the plan's admissions and appended blocks."""
 
     def forward(self, plan: Plan, inputs: torch.Tensor) -> torch.Tensor:
-        """Run the rows. inputs: ids int64 [tokens] on the first stage, else activations.
+        """Run the rows. inputs: ids int64 [tokens] on the first stage, else what was received.
 
         Returns activations [tokens, hidden].
         """
@@ -55,4 +55,7 @@ class Executor(Protocol):
         """A new epoch begins: everything about sequences is void. Memory stays."""
 
     def activations_buffer(self, tokens: int) -> torch.Tensor:
-        """A new buffer for the activations of so many tokens."""
+        """A new buffer for what this rank receives of the activations of so many tokens."""
+
+    def passed_on(self, activations: torch.Tensor) -> torch.Tensor:
+        """What this rank sends of activations that forward() returned."""

@@ -55,6 +55,7 @@ def stage_executor(
             max_blocks=-(-config.max_model_len // config.block_size),
             device=device,
             samples=config.rank == config.ranks.sampler,
+            exchange=model.exchange,
         )
     except (RuntimeError, MemoryError) as error:
         raise StartError(

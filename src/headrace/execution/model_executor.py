@@ -10,9 +10,10 @@ import torch
 
 from headrace.execution.executor import PlanOrderError
 from headrace.kernels.batch import AttentionBatch
+from headrace.kernels.exchange import Exchange
 from headrace.kernels.kv_cache import bytes_per_block
 from headrace.protocol.messages import RowLogprobs, TokenLogprobs
-from headrace.protocol.plan import Admission, Plan, Yield, row_samples
+from headrace.protocol.plan import Admission, Plan, Yield, row_samples, token_count
 from headrace.protocol.program import Program
 from headrace.sampling.rules import SlotRules
 from headrace.sampling.sampler import sample, token_logprobs
@@ -73,7 +74,8 @@ class ModelExecutor:
 
     num_blocks and block_size are the cache's; max_blocks bounds one slot's block table. samples:
     whether this rank chooses tokens, and tells of them; other shards of the last stage only do
-    their part of the scores.
+    their part of the scores. exchange: with the other shards, each of which receives and sends a
+    part of the activations, so that all of them cross an edge once.
     """
 
     model: StageModel
@@ -83,6 +85,7 @@ class ModelExecutor:
     max_blocks: int
     device: torch.device
     samples: bool = True
+    exchange: Exchange | None = None
     _block_tables: np.ndarray = field(init=False)
     # By slot, the first position that is not computed yet; -1 for slots that nobody has.
     _next_positions: np.ndarray = field(init=False)
@@ -129,6 +132,8 @@ class ModelExecutor:
 
     def forward(self, plan: Plan, inputs: torch.Tensor) -> torch.Tensor:
         """Run the stage's layers: activations [tokens, hidden]."""
+        if self.exchange is not None and inputs.is_floating_point():
+            inputs = self.exchange.gather_parts(inputs, self._new_activations(token_count(plan)))
         return self.model.forward(inputs, self._batch(plan))
 
     def logits(self, plan: Plan, activations: torch.Tensor) -> torch.Tensor:
@@ -174,7 +179,18 @@ class ModelExecutor:
                 raise PlanOrderError(f"the plan drops rules {number}, which are not there")
 
     def activations_buffer(self, tokens: int) -> torch.Tensor:
-        """A new buffer for activations [tokens, hidden] of the model's dtype."""
+        """A new buffer for activations [tokens, hidden] of the model's dtype, or for this shard's
+        part of them, flat."""
+        if self.exchange is None:
+            return self._new_activations(tokens)
+        count = self.exchange.part_size(tokens * self.model.program.hidden_size)
+        return torch.empty(count, dtype=self.model.dtype, device=self.device)
+
+    def passed_on(self, activations: torch.Tensor) -> torch.Tensor:
+        """The activations, or this shard's part of them, flat."""
+        return activations if self.exchange is None else self.exchange.part_of(activations)
+
+    def _new_activations(self, tokens: int) -> torch.Tensor:
         return torch.empty(
             tokens, self.model.program.hidden_size, dtype=self.model.dtype, device=self.device
         )

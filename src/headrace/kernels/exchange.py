@@ -24,6 +24,7 @@ class Exchange:
     def __init__(self) -> None:
         self.native = path.native.Exchange()
         self._memory: mmap.mmap | None = None
+        self._shard, self._count = 0, 1
 
     def join(self, descriptor: int, shard: int, count: int, *, spin_s: float, check: Check) -> None:
         """Meet the others in memory of memory_size() bytes, zeros when the first comes.
@@ -33,6 +34,7 @@ class Exchange:
         """
         self._memory = mmap.mmap(descriptor, memory_size(count))
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._shard, self._count = shard, count
         self.native.join(address, shard, count, spin_s, check)
 
     def leave(self) -> None:
@@ -53,15 +55,35 @@ class Exchange:
     def gather(self, part: torch.Tensor, widths: Sequence[int], out: torch.Tensor) -> None:
         """On the first shard, out [rows, sum of widths] is all shards' parts [rows, width]; all
         contiguous."""
-        if part.dtype not in _TYPES:
-            wide = torch.empty_like(out, dtype=torch.float32)
-            self.gather(part.float(), widths, wide)
-            out.copy_(wide)
-            return
+        self._gather(part, len(part), widths, out, on_all=False)
+
+    def part_of(self, x: torch.Tensor) -> torch.Tensor:
+        """This shard's of a contiguous x, flat: they are as even as whole elements make them."""
+        first, end = self._bounds(x.numel(), self._shard)
+        return x.view(-1)[first:end]
+
+    def part_size(self, count: int) -> int:
+        """Elements of this shard's part of so many."""
+        first, end = self._bounds(count, self._shard)
+        return end - first
+
+    def gather_parts(self, part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """out, contiguous, on each shard, of the part_of() it that each has."""
+        bounds = [self._bounds(out.numel(), shard) for shard in range(self._count)]
+        self._gather(part, 1, [end - first for first, end in bounds], out, on_all=True)
+        return out
+
+    def _gather(
+        self, part: torch.Tensor, rows: int, widths: Sequence[int], out: torch.Tensor, on_all: bool
+    ) -> None:
         assert part.is_contiguous()
         assert out.is_contiguous()
-        sizes = len(part), list(widths), part.dtype == torch.bfloat16
-        self.native.gather(part.data_ptr(), out.data_ptr(), *sizes)
+        self.native.gather(
+            part.data_ptr(), out.data_ptr(), rows, list(widths), part.itemsize, on_all
+        )
+
+    def _bounds(self, count: int, shard: int) -> tuple[int, int]:
+        return count * shard // self._count, count * (shard + 1) // self._count
 
 
 def memory_size(shards: int) -> int:

@@ -163,7 +163,8 @@ class _Stage:
             if role.last:
                 tokens, logprobs = yield from self._sample(plan, feedback, output, logits)
             else:
-                yield from self._send(role.activations_out, plan.step, output)
+                passed_on = executor.passed_on(output)
+                yield from self._send(role.activations_out, plan.step, passed_on)
             if role.first and role.blocking_feedback:
                 yield from self._complete_feedback(plan.step)
         executor.end(plan)

@@ -63,9 +63,10 @@ class Exchange {
     }
   }
 
-  // On the first shard: out [rows, of the widths' sum] = all shards' parts [rows, width], side by
-  // side.
-  void gather(const void* part, void* out, int64_t rows, const int64_t* widths, int64_t size) {
+  // On the first shard, or on all: out [rows, of the widths' sum] = all shards' parts [rows, width],
+  // side by side.
+  void gather(const void* part, void* out, int64_t rows, const int64_t* widths, int64_t size,
+              bool on_all) {
     int64_t widest = 0, all = 0;
     for (int shard = 0; shard < shards_; shard++) {
       widest = std::max(widest, widths[shard]);
@@ -81,7 +82,7 @@ class Exchange {
              static_cast<const char*>(part) + (row * own_width + column) * size, own_width * size,
              some, std::min(columns, own_width - column) * size);
         meet();
-        if (shard_ == 0) {
+        if (on_all || shard_ == 0) {
           int64_t before = 0;
           for (int shard = 0; shard < shards_; shard++) {
             copy(static_cast<char*>(out) + (row * all + before + column) * size, all * size,

@@ -140,9 +140,9 @@ void define_exchange(nb::module_& m) {
         exchange.all_reduce(*path, at(x), count, type_of(bfloat16));
       }, "x"_a, "count"_a, "bfloat16"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("gather", [](Exchange& exchange, Address part, Address out, int64_t rows,
-                        const std::vector<int64_t>& widths, bool bfloat16) {
-        exchange.gather(at(part), at(out), rows, widths.data(), bfloat16 ? 2 : 4);
-      }, "part"_a, "out"_a, "rows"_a, "widths"_a, "bfloat16"_a,
+                        const std::vector<int64_t>& widths, int64_t size, bool on_all) {
+        exchange.gather(at(part), at(out), rows, widths.data(), size, on_all);
+      }, "part"_a, "out"_a, "rows"_a, "widths"_a, "size"_a, "on_all"_a,
          nb::call_guard<nb::gil_scoped_release>());
 }
 

@@ -163,7 +163,7 @@ struct Runner {
   }
   void operator()(const GatherArgs& args) const {
     args.exchange->gather(source(), out(), step.tokens, args.widths.data(),
-                          args.type == Type::kBfloat16 ? 2 : 4);
+                          args.type == Type::kBfloat16 ? 2 : 4, false);
   }
   // count is a row's until the step says how many there are.
   void operator()(AddArgs args) const {
