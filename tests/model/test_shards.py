@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from headrace.checkpoint.locate import locate_model
 from headrace.errors import UsageError
-from headrace.model.shards import dealt, heads_of, shard_program
+from headrace.model.shards import heads_of, shard_program
 from headrace.protocol.program import AllReduce, Experts, Gather, Linear, Program
+from headrace.protocol.ranks import dealt
 from headrace.protocol.stored_tensor import StoredTensor, cut_to
 from stage_models import read_model, small_mistral, whole
 from tiny_checkpoints import write_tiny_llama

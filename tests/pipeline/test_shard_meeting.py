@@ -4,13 +4,14 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
 from headrace.kernels.exchange import Exchange
 from headrace.kernels.path import has_native
-from headrace.pipeline.links import LinkError
+from headrace.pipeline.links import Check, LinkError
 from headrace.pipeline.local_door import LocalDoor
 from headrace.pipeline.shard_meeting import ShardMeeting
 from headrace.protocol.ranks import Ranks
@@ -57,8 +58,8 @@ def test_a_first_shard_that_goes_before_it_shares_its_memory_is_named(
 ) -> None:
     wait = LocalDoor.wait_for_peer
 
-    def wait_and_go(door: LocalDoor, *arguments: object) -> object:
-        wait(door, *arguments).close()  # type: ignore[arg-type]
+    def wait_and_go(door: LocalDoor, timeout_s: float, check: Check) -> NoReturn:
+        wait(door, timeout_s, check).close()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LocalDoor, "wait_for_peer", wait_and_go)

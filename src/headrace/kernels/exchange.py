@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from headrace.kernels import path
+from headrace.protocol.ranks import dealt
 
 # Called now and then while a shard is waited for, with its number and for how many seconds; may
 # raise, which ends the wait.
@@ -59,17 +60,17 @@ class Exchange:
 
     def part_of(self, x: torch.Tensor) -> torch.Tensor:
         """This shard's of a contiguous x, flat: they are as even as whole elements make them."""
-        first, end = self._bounds(x.numel(), self._shard)
+        first, end = dealt(x.numel(), self._shard, self._count)
         return x.view(-1)[first:end]
 
     def part_size(self, count: int) -> int:
         """Elements of this shard's part of so many."""
-        first, end = self._bounds(count, self._shard)
+        first, end = dealt(count, self._shard, self._count)
         return end - first
 
     def gather_parts(self, part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """out, contiguous, on each shard, of the part_of() it that each has."""
-        bounds = [self._bounds(out.numel(), shard) for shard in range(self._count)]
+        bounds = [dealt(out.numel(), shard, self._count) for shard in range(self._count)]
         self._gather(part, 1, [end - first for first, end in bounds], out, on_all=True)
         return out
 
@@ -81,9 +82,6 @@ class Exchange:
         self.native.gather(
             part.data_ptr(), out.data_ptr(), rows, list(widths), part.itemsize, on_all
         )
-
-    def _bounds(self, count: int, shard: int) -> tuple[int, int]:
-        return count * shard // self._count, count * (shard + 1) // self._count
 
 
 def memory_size(shards: int) -> int:

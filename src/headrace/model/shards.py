@@ -35,10 +35,9 @@ from headrace.protocol.program import (
     SoftCap,
     Vector,
 )
+from headrace.protocol.ranks import Range, dealt
 from headrace.protocol.stored_tensor import MX_BLOCK, StoredTensor, cut_to
 
-# First and end of what is taken of something.
-Range = tuple[int, int]
 # A shard's own scores, before they are with the others'.
 _OWN_LOGITS = "own_logits"
 
@@ -56,13 +55,6 @@ def shard_program(program: Program, shard: int, count: int) -> Program:
         caches=tuple(cutter.caches),
         widths=cutter.widths,
     )
-
-
-def dealt(size: int, shard: int, count: int, unit: int = 1) -> Range:
-    """The part of a width that a shard of so many has, as even as whole units make it; the last
-    unit may be a smaller one. Later shards have more: the first has work of its own."""
-    units = -(-size // unit)
-    return min(size, units * shard // count * unit), min(size, units * (shard + 1) // count * unit)
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,8 @@ class ShardMeeting:
         said, descriptors, _, _ = socket.recv_fds(peer, len(_HERE), 1)
         peer.setblocking(False)
         if said != _HERE or len(descriptors) != 1:
+            for descriptor in descriptors:
+                os.close(descriptor)
             raise ConnectionError("it did not share its memory")
         return descriptors[0]
 

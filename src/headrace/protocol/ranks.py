@@ -6,6 +6,8 @@ from typing import TypeVar
 import msgspec
 
 _T = TypeVar("_T")
+# First and end of what is taken of something.
+Range = tuple[int, int]
 
 
 class Ranks(msgspec.Struct, frozen=True, array_like=True):
@@ -51,3 +53,10 @@ class Ranks(msgspec.Struct, frozen=True, array_like=True):
         """What people call the rank: its stage, and its shard where a stage has several."""
         stage = f"stage {self.stage_of(rank)}"
         return stage if self.num_shards == 1 else f"{stage} shard {self.shard_of(rank)}"
+
+
+def dealt(size: int, shard: int, count: int, unit: int = 1) -> Range:
+    """The part of a width that a shard of so many has, as even as whole units make it; the last
+    unit may be a smaller one. Later shards have more: the first has work of its own."""
+    units = -(-size // unit)
+    return min(size, units * shard // count * unit), min(size, units * (shard + 1) // count * unit)

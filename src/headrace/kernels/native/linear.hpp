@@ -77,10 +77,6 @@ template <int Rows>
 constexpr int kPanelsAtOnce = Rows >= 3 ? 1 : Rows == 2 ? 2 : 4;
 #endif
 
-HEADRACE_INLINE int64_t panels_at_once(int64_t rows) {
-  return rows >= 6 ? kPanelsAtOnce<6> : rows >= 3 ? kPanelsAtOnce<3> : kPanelsAtOnce<1>;
-}
-
 // How a product is worked on: blocks of rows times shares of panels, each some inputs at a time.
 template <typename T>
 struct Cut {
@@ -98,7 +94,8 @@ struct Cut {
     // As many as leave enough shares to keep threads even; not less than 64 KB of weights, and not
     // less than few rows take at once.
     share = smaller(kMostPanels, panels * blocks / 64);
-    const int64_t least = 64 * 1024 / (ins * bytes), together = panels_at_once(args.rows);
+    const int64_t least = 64 * 1024 / (ins * bytes);
+    const int64_t together = args.rows > kMostRows / 2 ? 1 : kPanelsAtOnce<1>;
     share = share < least ? least : share;
     share = share < together ? together : share;
     shares = (panels + share - 1) / share;

@@ -115,7 +115,7 @@ HEADRACE_INLINE F32 part(const Bf16* words, int k) {
 }
 
 #ifdef HEADRACE_DOT
-// Two numbers side by side in all lanes, and packed words as they are.
+// Two numbers side by side in all lanes; packed words as they are, and with the second numbers 0.
 HEADRACE_INLINE __m512bh broadcast_pair(const Bf16* from) {
   int pair;
   __builtin_memcpy(&pair, from, 4);
