@@ -6,7 +6,9 @@ the clock, which on a busy machine says nothing, but what a thread did meanwhile
 - busy: one callback, or step of a task, used more than BOUND_S of CPU time;
 - asleep: one callback waited for so long (a sleep, a lock, a socket) while no other thread of the
   process had anything to compute or to read from a disk, so that it did not wait for those;
-- held: some thread used so much CPU time in one go without letting others into the interpreter.
+- held: some thread used so much CPU time without letting others into the interpreter. That, too, is
+  one that lets go of it again and again, each time sooner than after a switch interval, and is
+  faster than they are to take it again.
 
 It does not see a wait for the disk, nor one for a thread that computes, nor a thread that sleeps
 without letting others into the interpreter.
