@@ -45,14 +45,14 @@ def kills_for_memory() -> int:
 
 @contextmanager
 def freed_at_once() -> Iterator[None]:
-    """Meanwhile the system has memory back as soon as it is freed, in pieces of a megabyte or more.
+    """Meanwhile the system has memory back as soon as it is freed, in pieces of 128 KiB or more.
 
     Otherwise glibc keeps such pieces, and what is allocated between them holds them in place: a
     model that is loaded matrix by matrix would leave holes of half its size (man 3 mallopt,
     M_MMAP_THRESHOLD). Elsewhere nothing happens.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
-    mallopt(_MMAP_THRESHOLD, 1 << 20)
+    mallopt(_MMAP_THRESHOLD, 1 << 17)
     try:
         yield
     finally:
