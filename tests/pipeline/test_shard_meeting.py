@@ -24,7 +24,7 @@ RANKS = Ranks(1, 2)
 def shards() -> Iterator[list[ShardMeeting]]:
     # Not tmp_path: a socket's path must be short.
     with tempfile.TemporaryDirectory() as folder:
-        made = [ShardMeeting(rank, RANKS, Path(folder)) for rank in range(2)]
+        made = [ShardMeeting(rank, RANKS, Path(folder), 0, None) for rank in range(2)]
         yield made
         for each in made:
             each.leave()

@@ -1,4 +1,4 @@
-"""Sums over the shards of a stage, through memory that their processes share."""
+"""Sums over the shards of a stage, through memory that the processes of a host share."""
 
 import ctypes
 import mmap
@@ -42,6 +42,27 @@ class Exchange:
         """Nothing more comes until another join()."""
         self.native.leave()
         self._memory = None
+
+    def own_part(self, number: int, within_s: float) -> tuple[torch.Tensor, bool] | None:
+        """What this shard gave to the round of that number, uint8, if it has or does so within less
+        than a second; and whether the first shard alone reads it.
+
+        It stays until all others have had it. Rounds are counted from 0, modulo 2^32.
+        """
+        part = self.native.own_part(number, within_s)
+        if part is None:
+            return None
+        size, for_first = part
+        return self.room(self._shard, number, size), for_first
+
+    def room(self, shard: int, number: int, size: int) -> torch.Tensor:
+        """Where so many bytes of a shard's part of a round belong, uint8."""
+        address = self.native.room(shard, number)
+        return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
+
+    def has_come(self, shard: int, number: int) -> None:
+        """A shard's part of a round, which another host sent, is in its room."""
+        self.native.has_come(shard, number)
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """x, contiguous, becomes the sum of all shards' x."""

@@ -174,7 +174,7 @@ def run_stage(
             config.link_emulation,
             None if how is None else HostEdges(how, epoch),
         )
-        shards = ShardMeeting(config.rank, config.ranks, folder)
+        shards = ShardMeeting(config.rank, config.ranks, folder, epoch, how)
         try:
             listening = meeting.listening + shards.listening
             control.send(Loaded(epoch, config.rank, weights, block, path_name(), note, listening))
@@ -203,13 +203,13 @@ def run_stage(
             return
         except EpochOver as over:
             meeting.give_up()
-            shards.leave()
+            shards.give_up()
             epoch = over.epoch
         except LinkError as error:
             control.send(_failure(config, epoch, watch.timeline, error))
             # Neighbours that wait for this rank learn of it.
             meeting.give_up()
-            shards.leave()
+            shards.give_up()
             epoch = control.next_epoch()
 
 

@@ -1,4 +1,5 @@
-// Sums over the shards of a stage, processes of one host, through memory that they share.
+// Sums over the shards of a stage, through memory that those of a host share. What shards on other
+// hosts have comes into it as if they were here (pipeline/shard_lines.py).
 //
 // A round: each shard copies its part into the memory, says so, waits until all have said so, and
 // reads what it needs of all. There are two rooms that rounds take in turn: nobody can be two rounds
@@ -21,10 +22,16 @@
 
 #include "kernels.hpp"
 
+// Of a shard's part of a round, in its room: bytes, and whether the first shard alone reads it.
+struct Part {
+  uint32_t bytes, for_first;
+};
+
 // How far a shard is: rounds whose part is in the memory, and whether somebody sleeps until the next.
 struct alignas(64) ShardState {
   std::atomic<uint32_t> rounds;
   std::atomic<uint32_t> sleepers;
+  Part parts[2];
 };
 
 class Exchange {
@@ -56,9 +63,9 @@ class Exchange {
     for (int64_t first = 0; first < count; first += most) {
       const int64_t some = std::min(most, count - first);
       char* own = static_cast<char*>(x) + first * size;
-      memcpy(room(shard_), own, some * size);
-      meet();
-      kernels.sum({room(0), 2 * kRoom, shards_, own, some, type});
+      memcpy(room(shard_, round_), own, some * size);
+      meet({uint32_t(some * size), false});
+      kernels.sum({room(0, round_), 2 * kRoom, shards_, own, some, type});
       round_++;
     }
   }
@@ -78,15 +85,15 @@ class Exchange {
     for (int64_t row = 0; row < rows; row += most)
       for (int64_t column = 0; column < widest; column += columns) {
         const int64_t some = std::min(most, rows - row);
-        copy(room(shard_), columns * size,
+        copy(room(shard_, round_), columns * size,
              static_cast<const char*>(part) + (row * own_width + column) * size, own_width * size,
              some, std::min(columns, own_width - column) * size);
-        meet();
+        meet({uint32_t(some * columns * size), !on_all});
         if (on_all || shard_ == 0) {
           int64_t before = 0;
           for (int shard = 0; shard < shards_; shard++) {
             copy(static_cast<char*>(out) + (row * all + before + column) * size, all * size,
-                 room(shard), columns * size, some,
+                 room(shard, round_), columns * size, some,
                  std::min(columns, widths[shard] - column) * size);
             before += widths[shard];
           }
@@ -95,9 +102,27 @@ class Exchange {
       }
   }
 
- private:
-  char* room(int shard) const { return rooms_ + (shard * 2 + (round_ & 1)) * kRoom; }
+  char* room(int shard, uint32_t round) const {
+    return rooms_ + (shard * 2 + (round & 1)) * kRoom;
+  }
 
+  // The own part of a round, if it is there or comes within so many nanoseconds of less than a
+  // second; until the round after the next, which waits for those that this is meant for.
+  const Part* own_part(uint32_t round, long nanoseconds) {
+    ShardState& own = states_[shard_];
+    if (!is_there(shard_, round)) {
+      const timespec nap{0, nanoseconds};
+      own.sleepers.store(1, std::memory_order_seq_cst);
+      const uint32_t seen = own.rounds.load(std::memory_order_seq_cst);
+      if (!is_there(shard_, round)) futex(own.rounds, FUTEX_WAIT, seen, &nap);
+    }
+    return is_there(shard_, round) ? &own.parts[round & 1] : nullptr;
+  }
+
+  // Another's part of a round is in its room now.
+  void has_come(int shard, uint32_t round) { say(states_[shard], round); }
+
+ private:
   static void copy(char* to, int64_t to_stride, const char* from, int64_t from_stride,
                    int64_t rows, int64_t bytes) {
     if (bytes <= 0) return;
@@ -106,20 +131,24 @@ class Exchange {
   }
 
   // Say that the own part is there, and wait for the others'.
-  void meet() {
-    ShardState& own = states_[shard_];
-    // In one order with what a sleeper does: it either sees this, or is seen here.
-    own.rounds.store(round_ + 1, std::memory_order_seq_cst);
-    if (own.sleepers.load(std::memory_order_seq_cst)) {
-      own.sleepers.store(0, std::memory_order_relaxed);
-      futex(own.rounds, FUTEX_WAKE, INT32_MAX, nullptr);
-    }
+  void meet(Part part) {
+    states_[shard_].parts[round_ & 1] = part;
+    say(states_[shard_], round_);
     for (int shard = 0; shard < shards_; shard++)
-      if (!is_there(shard)) wait(shard);
+      if (!is_there(shard, round_)) wait(shard);
   }
 
-  bool is_there(int shard) const {
-    return int32_t(states_[shard].rounds.load(std::memory_order_acquire) - (round_ + 1)) >= 0;
+  static void say(ShardState& state, uint32_t round) {
+    // In one order with what a sleeper does: it either sees this, or is seen here.
+    state.rounds.store(round + 1, std::memory_order_seq_cst);
+    if (state.sleepers.load(std::memory_order_seq_cst)) {
+      state.sleepers.store(0, std::memory_order_relaxed);
+      futex(state.rounds, FUTEX_WAKE, INT32_MAX, nullptr);
+    }
+  }
+
+  bool is_there(int shard, uint32_t round) const {
+    return int32_t(states_[shard].rounds.load(std::memory_order_acquire) - (round + 1)) >= 0;
   }
 
   void wait(int shard) {
@@ -130,7 +159,7 @@ class Exchange {
     };
     do
       for (int look = 0; look < 64; look++) {
-        if (is_there(shard)) return;
+        if (is_there(shard, round_)) return;
 #if defined(__x86_64__)
         __builtin_ia32_pause();
 #endif
@@ -138,12 +167,12 @@ class Exchange {
     while (waited() < spin_s_);
     const timespec nap{0, 50'000'000};
     ShardState& state = states_[shard];
-    while (!is_there(shard)) {
+    while (!is_there(shard, round_)) {
       state.sleepers.store(1, std::memory_order_seq_cst);
       const uint32_t seen = state.rounds.load(std::memory_order_seq_cst);
-      if (is_there(shard)) return;
+      if (is_there(shard, round_)) return;
       futex(state.rounds, FUTEX_WAIT, seen, &nap);
-      if (!is_there(shard) && check_) check_(shard, waited());
+      if (!is_there(shard, round_) && check_) check_(shard, waited());
     }
   }
 

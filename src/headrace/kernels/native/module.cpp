@@ -9,12 +9,16 @@
 #endif
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "kernels.hpp"
@@ -136,6 +140,18 @@ void define_exchange(nb::module_& m) {
         });
       }, "memory"_a, "shard"_a, "shards"_a, "spin_s"_a, "check"_a)
       .def("leave", &Exchange::leave, "Whatever comes next needs a join() before.")
+      .def("room", [](const Exchange& exchange, int shard, uint32_t round) {
+        return Address(exchange.room(shard, round));
+      }, "shard"_a, "round"_a)
+      .def("own_part", [](Exchange& exchange, uint32_t round, double within_s) {
+        const Part* part;
+        {
+          nb::gil_scoped_release released;
+          part = exchange.own_part(round, long(within_s * 1e9));
+        }
+        return part ? std::optional(std::pair(part->bytes, part->for_first != 0)) : std::nullopt;
+      }, "round"_a, "within_s"_a)
+      .def("has_come", &Exchange::has_come, "shard"_a, "round"_a)
       .def("all_reduce", [](Exchange& exchange, Address x, int64_t count, bool bfloat16) {
         exchange.all_reduce(*path, at(x), count, type_of(bfloat16));
       }, "x"_a, "count"_a, "bfloat16"_a, nb::call_guard<nb::gil_scoped_release>())
