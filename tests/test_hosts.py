@@ -238,7 +238,7 @@ def test_other_weights_are_refused_naming_both_sides(
 def test_hosts_need_a_key_and_as_many_stages(model: str, key: Path) -> None:
     with pytest.raises(UsageError, match="--nnodes 2 needs --cluster-key-file"):
         LLM(model, nnodes=2, pipeline_parallel_size=2)
-    with pytest.raises(UsageError, match="--nnodes 3 needs as many stages"):
+    with pytest.raises(UsageError, match="--nnodes 3 needs as many stages, or shards"):
         LLM(model, nnodes=3, pipeline_parallel_size=2, cluster_key_file=str(key))
     with pytest.raises(UsageError, match="--node-rank 2 must be less than --nnodes 2"):
         LLM(model, nnodes=2, node_rank=2, pipeline_parallel_size=2, cluster_key_file=str(key))

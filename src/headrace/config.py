@@ -30,7 +30,7 @@ class EngineConfig:
     tensor_parallel_size: Annotated[
         int,
         Setting(
-            "Shards of each stage, on one host, that compute its layers together.",
+            "Shards of each stage, that compute its layers together.",
             short="-tp",
             least=1,
         ),
@@ -233,10 +233,11 @@ class EngineConfig:
                 f"--nnodes {self.nnodes} needs --cluster-key-file, which lets the hosts in: "
                 "headrace key FILE makes one; copy it to every host"
             )
-        if self.nnodes > self.pipeline_parallel_size:
+        if self.nnodes > self.ranks.count:
             raise UsageError(
-                f"--nnodes {self.nnodes} needs as many stages at least: "
-                f"--pipeline-parallel-size is {self.pipeline_parallel_size}"
+                f"--nnodes {self.nnodes} needs as many stages, or shards of stages: "
+                f"--pipeline-parallel-size {self.pipeline_parallel_size} and "
+                f"--tensor-parallel-size {self.tensor_parallel_size} make {self.ranks.count}"
             )
         if self.link_backend == "gloo":
             hosts = "--distributed-executor-backend ray" if on_ray else f"--nnodes {self.nnodes}"

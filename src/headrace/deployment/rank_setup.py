@@ -93,9 +93,10 @@ def reserve_cache(
     by_stage = deployment.ranks.by_stage(list(zip(bytes_per_block, deployment.hosts, strict=True)))
 
     def fitting(node: int, free: int, promised: int) -> int:
-        """On a host, beside what its other engines were promised. A stage's shards share one."""
+        """On a host, beside what its other engines were promised."""
+        here = [[size for size, host in shards if host == node] for shards in by_stage]
         return choose_num_blocks(
-            [sum(size for size, _ in shards) for shards in by_stage if shards[0][1] == node],
+            [sum(sizes) for sizes in here if sizes],
             deployment.cache,
             block_size=deployment.config.block_size,
             max_model_len=deployment.max_model_len,

@@ -130,10 +130,11 @@ class RayActors:
         check: called once a second or more often, may raise. Raises UsageError where Ray cannot be
         reached this way, and StartError if there is no cluster, or it has not what is needed.
         """
-        self.count = config.nnodes if config.nnodes > 1 else config.pipeline_parallel_size
-        # Where stages do not divide evenly, some hosts have one less.
-        stages = -(-config.pipeline_parallel_size // self.count)
-        self._cpus = stages * config.tensor_parallel_size * (config.cpu_threads or 1)
+        ranks = config.ranks
+        self.count = config.nnodes if config.nnodes > 1 else ranks.num_stages
+        # Where stages or shards do not divide evenly, some hosts have one less.
+        stages, hosts = -(-ranks.num_stages // self.count), max(1, self.count // ranks.num_stages)
+        self._cpus = stages * -(-ranks.num_shards // hosts) * (config.cpu_threads or 1)
         self._receives, self._join_timeout_s = config.send_weights, config.join_timeout
         self.starting = True
         self._tasks: list[Any] = []

@@ -5,13 +5,19 @@ it out, and everybody else reads it from the deployment.
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import permutations
 from typing import Literal
 
 from headrace.config import EngineConfig
 from headrace.deployment.cache_size import CacheLimit, check_max_model_len
 from headrace.deployment.capacity import capacities, hop_seconds
+from headrace.deployment.host_groups import (
+    group_hosts,
+    hosts_of_shards,
+    joint_capacity,
+    joint_links,
+)
 from headrace.deployment.machine import Cluster
 from headrace.deployment.model import Model
 from headrace.deployment.partition import (
@@ -21,7 +27,7 @@ from headrace.deployment.partition import (
     parse_layer_partition,
     stage_shares,
 )
-from headrace.deployment.placement import Placement, place_partition, place_stages
+from headrace.deployment.placement import place_partition, place_stages
 from headrace.deployment.stage_memory import MemoryNeed, memory_need
 from headrace.engine.microbatch_count import MOST_MICROBATCHES, window_of
 from headrace.errors import UsageError
@@ -104,17 +110,17 @@ def resolve(config: EngineConfig, model: Model, cluster: Cluster) -> Deployment:
             cache,
             cluster.hosts[0].free_memory,
         )
-    placement = _placement(config, model.sizes, cluster, need, dtype)
+    layers, hosts = _placement(config, model.sizes, cluster, need, dtype)
     microbatches, most_microbatches = _microbatches(config)
     return Deployment(
         config=config,
         model=model,
         cluster=cluster,
         ranks=ranks,
-        shares=tuple(stage_shares(list(placement.layers))),
-        hosts=tuple(host for host in placement.hosts for _ in range(ranks.num_shards)),
+        shares=tuple(stage_shares(list(layers))),
+        hosts=hosts,
         need=need,
-        cpus=_cpus(config, cluster, placement),
+        cpus=_cpus(config, cluster, hosts),
         dtype=dtype,
         max_model_len=max_model_len,
         max_num_seqs=config.sequences,
@@ -139,40 +145,43 @@ def _check_shards(model: Model, count: int) -> None:
 
 def _placement(
     config: EngineConfig, sizes: ModelSizes, cluster: Cluster, need: MemoryNeed, dtype: str
-) -> Placement:
-    """Hosts and layers of each stage."""
-    num_stages, layers = config.pipeline_parallel_size, None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Layers of each stage, and the host of each rank."""
+    ranks, layers = config.ranks, None
     if config.layer_partition is not None:
-        layers = parse_layer_partition(config.layer_partition, sizes.num_layers, num_stages)
+        layers = parse_layer_partition(config.layer_partition, sizes.num_layers, ranks.num_stages)
     costs = layer_costs(sizes)
     if cluster.alone:
-        return Placement((0,) * num_stages, tuple(layers or balanced_layers(num_stages, costs)))
+        return tuple(layers or balanced_layers(ranks.num_stages, costs)), (0,) * ranks.count
     numbers = cluster.computing
     hosts = capacities([cluster.hosts[number] for number in numbers], dtype, _ELEMENT_SIZES[dtype])
+    groups = group_hosts(len(numbers), ranks)
+    joint = [joint_capacity(group, hosts, ranks.num_shards) for group in groups]
     if layers is not None:
-        placement = place_partition(layers, hosts, need)
+        placement = place_partition(layers, joint, need)
     else:
         links = {
             (a, b): cluster.links[ends]
             for (a, b) in permutations(range(len(numbers)), 2)
             if (ends := (numbers[a], numbers[b])) in cluster.links
         }
-        hops = hop_seconds(links, sizes.hidden_size, _ELEMENT_SIZES[dtype])
-        placement = place_stages(num_stages, hosts, hops, costs, need)
-    return replace(placement, hosts=tuple(numbers[host] for host in placement.hosts))
+        between = joint_links(groups, links)
+        hops = hop_seconds(between, sizes.hidden_size, _ELEMENT_SIZES[dtype])
+        placement = place_stages(ranks.num_stages, joint, hops, costs, need)
+    by_stage = (hosts_of_shards(groups[at], ranks.num_shards) for at in placement.hosts)
+    return placement.layers, tuple(numbers[host] for stage in by_stage for host in stage)
 
 
-def _cpus(config: EngineConfig, cluster: Cluster, placement: Placement) -> tuple[StageCpus, ...]:
-    """By rank. A host's ranks are consecutive, and so are their parts of --cpu-bind."""
-    shards = config.tensor_parallel_size
-    bind = config.cpu_bind
-    counts = Counter({host: shards * n for host, n in Counter(placement.hosts).items()})
+def _cpus(config: EngineConfig, cluster: Cluster, hosts: tuple[int, ...]) -> tuple[StageCpus, ...]:
+    """By rank. hosts: by rank. A host's ranks are consecutive, and so are their parts of
+    --cpu-bind."""
+    bind, counts = config.cpu_bind, Counter(hosts)
     lists = None if bind in ("auto", "none") else bind.split("|")
     if lists is not None and len(lists) != counts.total():
         raise UsageError(f"--cpu-bind {bind} is for {_ranks_in_words(len(lists), config)}")
     cpus: list[StageCpus] = []
-    for number in dict.fromkeys(placement.hosts):
-        host, first, count = cluster.hosts[number], len(cpus), counts[number]
+    for number, count in counts.items():
+        host, first = cluster.hosts[number], len(cpus)
         cpus += stage_cpus(
             count,
             config.cpu_threads,
