@@ -10,6 +10,8 @@ from headrace.bench.batch_run import Batch, BatchRun, median_run
 from headrace.cli.bench import app
 from headrace.engine.rank_usage import RankUsage
 from headrace.errors import UsageError
+from headrace.kernels.path import has_native
+from tiny_checkpoints import write_tiny_gguf
 
 
 def run(*arguments: str) -> None:
@@ -54,8 +56,8 @@ def test_a_run_prints_every_figure_and_draws_and_traces(
         )
         # A step cannot be shorter than what a stage sleeps.
         assert figures["step_ms_p50"] >= 1
-        assert len(figures["stages"]) == 2
-        for stage in figures["stages"]:
+        assert len(figures["ranks"]) == 2
+        for stage in figures["ranks"]:
             assert stage.keys() == {"busy_fraction", "feedback_wait_s", "activation_wait_s"}
             assert 0 < stage["busy_fraction"] < 1
     speed = {name: answer[name]["output_tokens_per_s"] for name in ("deferred", "blocking")}
@@ -79,6 +81,21 @@ def test_a_run_prints_every_figure_and_draws_and_traces(
 
 def batch_run(tokens_per_s: float) -> BatchRun:
     return BatchRun([], 0.0, 10 / tokens_per_s, 10, 1, [], [RankUsage()])
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not has_native(), reason="native kernels were not built")
+def test_it_runs_with_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_tiny_gguf(tmp_path / "tiny.gguf")
+    run(
+        "--model", str(model), "-pp", "2", "-tp", "2", "--num-prompts", "4", "--input-len", "4",
+        "--output-len", "8", "--rounds", "1", "--plot", str(tmp_path / "overlap.png"), "--json",
+    )  # fmt: skip
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["pp"], answer["tp"], len(answer["deferred"]["ranks"])) == (2, 2, 4)
+    # What a stage takes alone is not known.
+    assert "efficiency" not in answer
+    assert answer["ratio"] > 0
 
 
 def test_the_median_run_is_the_slower_of_two_in_the_middle() -> None:

@@ -6,6 +6,7 @@ import pytest
 from headrace.bench.plot import Panel, check_matplotlib, draw
 from headrace.errors import UsageError
 from headrace.protocol.messages import Activity, ActivityKind, Timeline
+from headrace.protocol.ranks import Ranks
 
 STEP_S, STEPS = 0.01, 30
 
@@ -38,7 +39,7 @@ def test_time_lines_become_a_png_of_some_thousand_pixels(tmp_path: Path, first_s
         Panel("blocking", timelines(blocking=True), first_step),
         Panel("deferred", timelines(blocking=False), first_step),
     ]
-    draw(file, "made up", panels)
+    draw(file, "made up", panels, Ranks(2))
     data = file.read_bytes()
     assert data.startswith(b"\x89PNG")
     width, height = int.from_bytes(data[16:20]), int.from_bytes(data[20:24])

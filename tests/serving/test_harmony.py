@@ -1,7 +1,9 @@
 """Answers of GPT-OSS: reasoning and answer come apart, whole and streamed, as the client has it."""
 
 import itertools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
 
+from command import run
 from headrace.config import EngineConfig
 from headrace.deployment.model import read_model
 from headrace.serving.harmony import HarmonyText
@@ -78,18 +81,25 @@ def test_what_is_no_whole_answer_is_lost_nowhere(text: str, expected: tuple[str,
 
 
 @pytest.fixture(scope="module")
-def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    """A server of a random model with GPT-OSS's special tokens, which says ANSWER to everything."""
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with GPT-OSS's special tokens. With its folder on PYTHONPATH it says ANSWER to
+    everything."""
     folder = tmp_path_factory.mktemp("harmony")
     path = write_tiny_gguf(folder / "m.gguf", 512, chat_template=TEMPLATE, special=MARKERS)
     tokenizer = read_model(EngineConfig(model=str(path))).tokenizer()
     ids = tokenizer.encode(f"{ANSWER}<end>", add_special_tokens=False)
     (folder / "script").write_text(" ".join(map(str, ids)), encoding="ascii")
     plant(folder, SCRIPT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(scripted: Path) -> Iterator[OpenAI]:
+    """A server of it."""
     with (
         running_server(
-            *("--model", str(path), "--served-model-name", "m"),
-            PYTHONPATH=str(folder),
+            *("--model", str(scripted), "--served-model-name", "m"),
+            PYTHONPATH=str(scripted.parent),
         ) as server,
         OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
@@ -132,6 +142,17 @@ def test_an_answer_that_ends_while_it_thinks_says_nothing(gpt_oss: OpenAI) -> No
     assert choice.message.content is None
     assert THOUGHTS.startswith(_reasoning(choice.message))
     assert choice.finish_reason == "length"
+
+
+def test_a_chat_without_a_server_shows_and_keeps_what_is_said_alone(
+    scripted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(scripted.parent))
+    saved = tmp_path / "said.json"
+    lines = f"Why?\n/save {saved}\n"
+    finished = run("chat", "--model", str(scripted), "--max-tokens", "200", stdin=lines.encode())
+    assert (finished.code, finished.out) == (0, WORDS + "\n"), finished.err
+    assert json.loads(saved.read_text(encoding="utf-8"))[-1]["content"] == WORDS
 
 
 def test_who_wants_special_tokens_has_the_text_as_it_is(gpt_oss: OpenAI) -> None:

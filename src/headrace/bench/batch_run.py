@@ -86,8 +86,8 @@ class BatchRun:
         return median(gaps) if gaps else self.step_s
 
     @property
-    def slowest_stage(self) -> int:
-        """The stage that computed the longest."""
+    def slowest_rank(self) -> int:
+        """The rank that computed the longest."""
         busy = [usage.busy_s for usage in self.usage]
         return busy.index(max(busy))
 

@@ -36,8 +36,9 @@ _EVERYTHING, _ANSWER_S = 2**31, 10.0
 class Overlap:
     """What was measured. trials: the better of two tokens a second of each number of microbatches
     with blocking feedback. ideal_step_s: a step of the median deferred run on the slowest stage
-    alone, None if that is on another host. outlook: why microbatches cannot help, if so. timelines:
-    the stages' in the last deferred and the last blocking run, if they were wanted."""
+    alone, None if that is on another host or has several shards. outlook: why microbatches cannot
+    help, if so. timelines: the ranks' in the last deferred and the last blocking run, if they were
+    wanted."""
 
     config: EngineConfig
     batch: Batch
@@ -66,6 +67,7 @@ class Overlap:
                 links += f" and {self.config.link_bandwidth_mbps:g} Mbit/s"
         return (
             f"{self.label or self.config.model}; pp={self.config.pipeline_parallel_size}, "
+            f"tp={self.config.tensor_parallel_size}, "
             f"{self.batch.num_prompts} requests{links}"
         )
 
@@ -99,6 +101,7 @@ class Overlap:
             }
         answer |= {
             "pp": config.pipeline_parallel_size,
+            "tp": config.tensor_parallel_size,
             "dtype": self.dtype,
             "num_prompts": batch.num_prompts,
             "input_len": batch.input_len,
@@ -111,7 +114,7 @@ class Overlap:
             "ratio": speed["deferred"] / speed["blocking"],
             "ratio_best": speed["deferred"] / speed["blocking_best"],
             "measured_step_ms": deferred.step_s * 1e3,
-            "slowest_stage": deferred.slowest_stage,
+            "slowest_stage": config.ranks.stage_of(deferred.slowest_rank),
             "vllm_pr_51650_ratio": PUBLIC_RATIO,
             "vllm_pr_51650_note": PUBLIC_SOURCE,
         }
@@ -187,13 +190,13 @@ def measure_overlap(
     if median_run(runs["blocking"]).tokens_per_s > median_run(runs["blocking_best"]).tokens_per_s:
         runs["blocking_best"] = runs["blocking"]
     median = median_run(runs["deferred"])
-    stage = median.slowest_stage
+    rank = median.slowest_rank
     alone: list[float] = []
-    if deferred.deployment.hosts[stage] == 0:
-        say(f"the same plans on stage {stage} alone")
+    if config.ranks.num_shards == 1 and deferred.deployment.hosts[rank] == 0:
+        say(f"the same plans on {config.ranks.name(rank)} alone")
         alone = seconds_alone(
-            rank_config(deferred.deployment, stage),
-            deferred.deployment.cpus[stage],
+            rank_config(deferred.deployment, rank),
+            deferred.deployment.cpus[rank],
             deferred.card.num_blocks,
             warm_up.plans,
             median.plans,
@@ -229,9 +232,9 @@ def _timelines(running: RunningEngine, run: BatchRun) -> list[Timeline]:
     Raises PipelineError if a stage does not answer.
     """
     lines = running.processes.timelines(_EVERYTHING, _ANSWER_S)
-    silent = set(range(len(running.card.stages))) - {line.rank for line in lines}
+    silent = set(range(running.card.ranks.count)) - {line.rank for line in lines}
     if silent:
-        raise PipelineError(f"stages {sorted(silent)} sent no time line within {_ANSWER_S:g} s")
+        raise PipelineError(f"ranks {sorted(silent)} sent no time line within {_ANSWER_S:g} s")
     return [
         Timeline(
             line.rank,
@@ -251,7 +254,7 @@ def _figures(runs: list[BatchRun]) -> dict[str, Any]:
         "output_tokens_per_s_max": max(r.tokens_per_s for r in runs),
         "num_microbatches": run.num_microbatches,
         "step_ms_p50": run.step_s_p50 * 1e3,
-        "stages": [
+        "ranks": [
             {
                 "busy_fraction": usage.busy_fraction,
                 "feedback_wait_s": usage.feedback_wait_s,

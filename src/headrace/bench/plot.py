@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from headrace.errors import UsageError
 from headrace.protocol.messages import Activity, Timeline
+from headrace.protocol.ranks import Ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,7 +63,7 @@ def check_matplotlib() -> None:
         raise UsageError("--plot needs matplotlib: pip install 'headrace[plot]'")
 
 
-def draw(path: Path, title: str, panels: list[Panel]) -> None:
+def draw(path: Path, title: str, panels: list[Panel], ranks: Ranks) -> None:
     """Write a PNG some 1,000 pixels wide, with a panel for each run, one above the other.
 
     All show as much time as ten steps of the last panel take. The stages' clocks must be one, as
@@ -71,22 +72,22 @@ def draw(path: Path, title: str, panels: list[Panel]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    num_stages = len(panels[0].timelines)
+    num_ranks = len(panels[0].timelines)
     figure = Figure(
-        figsize=(10, 1.1 + len(panels) * (0.6 + 0.42 * num_stages)), dpi=100, layout="constrained"
+        figsize=(10, 1.1 + len(panels) * (0.6 + 0.42 * num_ranks)), dpi=100, layout="constrained"
     )
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11)
     span = _span(panels[-1])
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for panel, axis in zip(panels, axes, strict=True):
-        _draw_panel(axis, panel, span)
+        _draw_panel(axis, panel, span, ranks)
     axes[-1].set_xlabel("ms")
     _add_legend(figure, panels, span)
     figure.savefig(path, format="png")
 
 
-def _draw_panel(axis: "Axes", panel: Panel, span: float) -> None:
+def _draw_panel(axis: "Axes", panel: Panel, span: float, ranks: Ranks) -> None:
     origin = _origin(panel)
     for row, timeline in enumerate(panel.timelines):
         for wait in _waits(timeline, origin, span):
@@ -123,7 +124,7 @@ def _draw_panel(axis: "Axes", panel: Panel, span: float) -> None:
     # The first stage on top.
     axis.set_ylim(len(panel.timelines) - 0.5, -0.5)
     axis.set_yticks(
-        range(len(panel.timelines)), [f"stage {timeline.rank}" for timeline in panel.timelines]
+        range(len(panel.timelines)), [ranks.name(timeline.rank) for timeline in panel.timelines]
     )
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)

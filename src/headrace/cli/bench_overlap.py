@@ -52,6 +52,7 @@ def overlap(
             "link_bandwidth_mbps",
             "seed",
             *options.HOSTS,
+            "tensor_parallel_size",
             pipeline_parallel_size=2,
         ),
     ],
@@ -87,13 +88,13 @@ def overlap(
         wanted = plot is not None or trace is not None
         measured = measure_overlap(config, batch, rounds, say, timelines=wanted)
     if plot is not None:
-        draw(plot, measured.title, measured.panels)
+        draw(plot, measured.title, measured.panels, config.ranks)
     # First, so that a full disk does not lose them.
     print_answer(measured.as_json(), as_json, _print_figures)
     if trace is not None:
         write_trace(trace, measured.timelines["deferred"], measured.title, config.ranks)
     if plot is not None:
-        draw(plot, measured.title, measured.panels)
+        draw(plot, measured.title, measured.panels, config.ranks)
     return 0
 
 
@@ -112,9 +113,9 @@ def _print_figures(answer: dict[str, Any]) -> None:
         if key in answer:
             print(f"{key.replace('_', ' ')}: {answer[key]}")
     print(
-        f"{answer['model']}, pp={answer['pp']}, {answer['dtype']}: {answer['num_prompts']} "
-        f"requests at once, {answer['input_len']} tokens in, {answer['output_len']} out, "
-        f"rounds: {answer['rounds']}"
+        f"{answer['model']}, pp={answer['pp']}, tp={answer['tp']}, {answer['dtype']}: "
+        f"{answer['num_prompts']} requests at once, {answer['input_len']} tokens in, "
+        f"{answer['output_len']} out, rounds: {answer['rounds']}"
     )
     settings: dict[str, dict[str, Any]] = {
         name: answer[name] for name in ("deferred", "blocking", "blocking_best")
@@ -134,9 +135,9 @@ def _print_figures(answer: dict[str, Any]) -> None:
     )
     print_rows(
         [
-            {"feedback": name.replace("_", ", "), "stage": stage, **usage}
+            {"feedback": name.replace("_", ", "), "rank": rank, **usage}
             for name, figures in settings.items()
-            for stage, usage in enumerate(figures["stages"])
+            for rank, usage in enumerate(figures["ranks"])
         ]
     )
     print(
@@ -151,6 +152,9 @@ def _print_figures(answer: dict[str, Any]) -> None:
             f"alone, {in_pipeline}: efficiency {answer['efficiency']:.1%}"
         )
     else:
-        print(f"a step takes {in_pipeline}; alone, not known: the slowest stage is elsewhere")
+        print(
+            f"a step takes {in_pipeline}; alone, not known: the slowest stage is elsewhere, or has "
+            "several shards"
+        )
     if "note" in answer:
         print(answer["note"])

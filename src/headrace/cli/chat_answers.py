@@ -5,6 +5,7 @@ from contextlib import aclosing
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from headrace.async_llm import AsyncLLM
 from headrace.checkpoint.chat_template import Message
@@ -12,6 +13,7 @@ from headrace.client import Client
 from headrace.errors import ServerError, UsageError
 from headrace.prompts import tokenized_chat
 from headrace.sampling_params import SamplingParams
+from headrace.serving.harmony import HarmonyText, speaks_harmony
 
 # Statuses by which servers refuse a conversation that is too long, among other things.
 _TOO_LONG = (400, 413)
@@ -30,7 +32,7 @@ Answers = Callable[[list[Message]], AsyncGenerator[Piece, None]]
 
 
 def engine_answers(engine: AsyncLLM, params: SamplingParams) -> Answers:
-    """Answers of the model in this process."""
+    """Answers of the model in this process, without a reasoning that harmony keeps apart."""
     limit = engine.card.max_model_len
 
     async def answer(messages: list[Message]) -> AsyncGenerator[Piece, None]:
@@ -40,11 +42,17 @@ def engine_answers(engine: AsyncLLM, params: SamplingParams) -> Answers:
                 f"the conversation has {len(prompt)} tokens, the context {limit}: "
                 "/reset forgets what was said"
             )
-        submission = await engine.submit([prompt], params)
+        harmony = HarmonyText() if speaks_harmony(engine.tokenizer.core) else None
+        # Its channels are marked by special tokens.
+        own = params if harmony is None else replace(params, skip_special_tokens=False)
+        submission = await engine.submit([prompt], own)
         try:
             async for _, deltas in submission:
                 for delta in deltas:
-                    yield Piece(delta.text, delta.finish_reason)
+                    text, reason = delta.text, delta.finish_reason
+                    if harmony is not None:
+                        _, text = harmony.push(text, last=reason is not None)
+                    yield Piece(text, reason)
         finally:
             submission.abort()
 
