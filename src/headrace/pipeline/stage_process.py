@@ -4,6 +4,7 @@ Its arguments are the engine's process and the addresses of its own two sockets.
 gone, however it went, this process ends too, stopped or not.
 """
 
+import gc
 import os
 import select
 import signal
@@ -45,9 +46,12 @@ def main() -> int:
     threading.Thread(target=_exit_with_engine, args=(int(engine), folder), daemon=True).start()
     keep_out_second_openmp()
     stage_cpus = os.sched_getaffinity(0)
+    # Modules are no garbage: to look for some while they come takes a sixth of the time.
+    gc.disable()
     # Only now, since torch takes seconds to import and the engine may be gone before.
     from headrace.pipeline.stage_worker import run
 
+    gc.enable()
     # OpenMP, which came with torch, has pinned this thread to one core, and would thereby confine
     # to it all threads that are yet to come, those of sockets and links. So not before it computes.
     own_cpu = os.sched_getaffinity(0)
