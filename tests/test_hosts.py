@@ -20,7 +20,7 @@ from forks import in_fork
 from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.errors import StartError, UsageError
 from headrace.host.cluster_key import write_cluster_key
-from headrace.pipeline.hosts import Hosts
+from headrace.pipeline.hosts_thread import HostsThread
 from headrace.protocol.messages import Loading
 from joined_hosts import Agent, agents, start
 from pipeline.test_curve import junk
@@ -255,15 +255,15 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """While it is set, the engine's thread that has the other hosts fails as soon as one of them
     says anything; once each time."""
     due = threading.Event()
-    take = Hosts._take_from_agents
+    take = HostsThread._take_from_agents
 
-    def take_or_fail(self: Hosts) -> None:
+    def take_or_fail(self: HostsThread) -> None:
         if due.is_set():
             due.clear()
             raise Planted("in the thread")
         take(self)
 
-    monkeypatch.setattr(Hosts, "_take_from_agents", take_or_fail)
+    monkeypatch.setattr(HostsThread, "_take_from_agents", take_or_fail)
     return due
 
 

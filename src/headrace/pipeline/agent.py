@@ -23,7 +23,7 @@ from headrace.host.engine_folder import EngineFolder
 from headrace.host.memory import free_memory, memory_of
 from headrace.pipeline.awaited_rank import AwaitedRank
 from headrace.pipeline.curve import FRAME_BYTES, Context, Socket, show_key
-from headrace.pipeline.hosts import CONTROL
+from headrace.pipeline.hosts_thread import CONTROL
 from headrace.pipeline.line import take_part
 from headrace.pipeline.process import LocalProcess, start_rank_process
 from headrace.pipeline.rank_weights import Coming, Found, Missing, RankWeights
