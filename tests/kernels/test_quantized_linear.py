@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from gguf_blocks import random_rows
 from headrace.kernels import reference
-from headrace.kernels.quantized_linear import FORMS, QuantizedLinear, QuantizedPart
+from headrace.kernels.quantized_form import FORMS
+from headrace.kernels.quantized_linear import QuantizedLinear, QuantizedPart
 from kernels.bounds import assert_guards_untouched, assert_within, guarded, room, roundoff
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -90,8 +90,8 @@ def embed(ids: torch.Tensor, table: torch.Tensor, scale: float, first: int = 0) 
 
 
 def rounded_to_int8(x: torch.Tensor, block: int) -> torch.Tensor:
-    """x [T, ins] in float64 as quantized products take it: in blocks of so many inputs, each rounded
-    to multiples of its largest size / 127; where that is not finite none of them is."""
+    """x [T, ins] in float64 as quantized products take it: in blocks of so many inputs, rounded to
+    multiples of the block's largest size / 127; where that is not finite none of them is."""
     blocks = x.float().unflatten(-1, (-1, block))
     top = blocks.abs().amax(-1, keepdim=True)
     # Smaller ones count as zeros.
