@@ -63,16 +63,18 @@ def load_stage(
     max_model_len: int | None = None,
     source: TensorSource | None = None,
     shard: tuple[int, int] = (0, 1),
+    stored: bool = False,
 ) -> Interpreter:
     """In float32, as a stage loads it. share: None for all of it; max_model_len: None for the
-    model's own. shard: which of how many."""
+    model's own. shard: which of how many. stored: quantized weights stay as they are."""
     program = whole(model) if share is None else model.program(share)
     program = shard_program(program, *shard)
     cpu, dtype = torch.device("cpu"), torch.float32
     length = max_model_len or model.sizes.max_positions
     with torch.inference_mode():
         source = source or open_tensors(files)
-        weights = bind(program, source, dtype, cpu, length, lambda _: None)
+        file = read_gguf(files.path) if stored else None
+        weights = bind(program, source, dtype, cpu, length, lambda _: None, stored=file)
     return Interpreter(program, weights, dtype, cpu, Exchange() if shard[1] > 1 else None)
 
 
@@ -116,9 +118,16 @@ def _fail_if_late(shard: int, waited_s: float) -> None:
 
 
 def load_shards(
-    files: ModelFiles, model: Blueprint, share: StageShare | None, count: int
+    files: ModelFiles,
+    model: Blueprint,
+    share: StageShare | None,
+    count: int,
+    *,
+    stored: bool = False,
 ) -> StageModel:
     """A stage of so many shards."""
     if count == 1:
-        return load_stage(files, model, share)
-    return ShardedStage([load_stage(files, model, share, shard=(n, count)) for n in range(count)])
+        return load_stage(files, model, share, stored=stored)
+    return ShardedStage(
+        [load_stage(files, model, share, shard=(n, count), stored=stored) for n in range(count)]
+    )

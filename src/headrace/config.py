@@ -45,6 +45,13 @@ class EngineConfig:
             "float32."
         ),
     ] = "auto"
+    weights: Annotated[
+        Literal["auto", "stored", "dequantized"],
+        Setting(
+            "stored: a GGUF file's quantized weights stay as they are, activations are rounded to "
+            "8 bits; dequantized: to the dtype; auto: dequantized."
+        ),
+    ] = "auto"
     max_model_len: Annotated[
         int | None, Setting("Positions a sequence may have; default: the model's.", least=1)
     ] = None

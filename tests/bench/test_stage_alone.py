@@ -74,6 +74,7 @@ def rank_config(checkpoint: Path, stage: int) -> RankConfig:
         program=model_from_gguf(read_gguf(checkpoint)).program(share),
         synthetic=None,
         dtype="float32",
+        weights="dequantized",
         max_model_len=POSITIONS,
         max_num_seqs=SEQUENCES,
         block_size=BLOCK_SIZE,

@@ -14,6 +14,7 @@ from headrace.checkpoint.received_files import ReceivedFiles
 from headrace.checkpoint.stage_files import piece_digest, read_piece, stage_files
 from headrace.checkpoint.tensor_check import tensors_of
 from headrace.errors import ModelError
+from headrace.kernels.linear import Linear
 from headrace.model.bind import Weights
 from headrace.protocol.model_config import StageShare
 from headrace.protocol.stage_files import FileSize, Piece, StageFiles
@@ -43,8 +44,9 @@ def send(files: ModelFiles, wanted: StageFiles, received: ReceivedFiles) -> None
 
 
 def tensors(weights: Weights) -> list[torch.Tensor]:
-    found = [*weights.tables.values(), *weights.vectors.values()]
-    return found + [matrix._weight for matrix in weights.matrices.values()]
+    found = [t for t in weights.tables.values() if isinstance(t, torch.Tensor)]
+    found += weights.vectors.values()
+    return found + [m._weight for m in weights.matrices.values() if isinstance(m, Linear)]
 
 
 def assert_loads_the_same(files: ModelFiles, other: ModelFiles, share: StageShare) -> None:

@@ -13,11 +13,12 @@ from stage_models import load_stage, read_model
 from tiny_checkpoints import write_tiny_llama
 
 
-def need_of(sizes: ModelSizes) -> MemoryNeed:
+def need_of(sizes: ModelSizes, *, stored: bool = False) -> MemoryNeed:
     """In float32, for a sequence of 100 positions in blocks of 16."""
     return memory_need(
         sizes,
         element_size=4,
+        stored=stored,
         max_model_len=100,
         max_num_seqs=8,
         block_size=16,

@@ -152,8 +152,8 @@ def test_the_best_path_of_the_machine_is_taken_unless_another_is_named() -> None
     if flags >= {"avx2", "fma", "bmi2"}:
         best = "avx2"
         if flags >= {"avx512f", "avx512bw", "avx512dq", "avx512vl"}:
-            best = "avx512_bf16" if "avx512_bf16" in flags else "avx512"
-            if flags >= {"amx_tile", "amx_bf16"}:
+            best = "avx512_bf16" if flags >= {"avx512_bf16", "avx512_vnni"} else "avx512"
+            if flags >= {"amx_tile", "amx_bf16", "avx512_vnni"}:
                 best = "amx"
     assert path.path_name() == best
 

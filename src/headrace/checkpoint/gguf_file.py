@@ -143,16 +143,24 @@ class GgufFile:
         values = quants.dequantize(stored, tensor.kind)[:, first : first + shape[-1]]
         return values.reshape(shape)
 
+    def rows(self, name: str, first: int, end: int) -> np.ndarray:
+        """These rows of one of its matrices as the file has them: uint8 [rows, bytes of one]."""
+        tensor = self.tensors[name]
+        nbytes = tensor.nbytes // tensor.shape[0]
+        return self._read(tensor.offset + first * nbytes, (end - first) * nbytes).reshape(
+            -1, nbytes
+        )
+
     def _read(self, offset: int, nbytes: int) -> np.ndarray:
         """Bytes of the file. Not of a map of it, all of which would count as this process's."""
-        data = bytearray(nbytes)
-        view, done = memoryview(data), 0
+        data = np.empty(nbytes, np.uint8)
+        view, done = data.data, 0
         while done < nbytes:
             count = os.preadv(self._opened.descriptor, [view[done:]], offset + done)
             if not count:
                 raise ModelError(f"{self.path}: was cut short since it was opened; start again")
             done += count
-        return np.frombuffer(data, np.uint8)
+        return data
 
 
 def read_gguf(path: Path) -> GgufFile:

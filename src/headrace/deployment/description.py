@@ -41,6 +41,7 @@ def describe(deployment: Deployment) -> dict[str, Any]:
             for rank, cpus in enumerate(deployment.cpus)
             for share in (deployment.shares[ranks.stage_of(rank)],)
         ],
+        "weights": deployment.weights,
         "max_model_len": deployment.max_model_len,
         "max_num_seqs": deployment.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,

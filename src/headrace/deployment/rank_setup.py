@@ -42,6 +42,7 @@ def rank_config(
         program=shard_program(model.program(share), ranks.shard_of(rank), ranks.num_shards),
         synthetic=model.synthetic,
         dtype=deployment.dtype,
+        weights=deployment.weights,
         max_model_len=deployment.max_model_len,
         max_num_seqs=deployment.max_num_seqs,
         block_size=config.block_size,

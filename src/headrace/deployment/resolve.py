@@ -32,12 +32,14 @@ from headrace.deployment.stage_memory import MemoryNeed, memory_need
 from headrace.engine.microbatch_count import MOST_MICROBATCHES, window_of
 from headrace.errors import UsageError
 from headrace.host.cpus import StageCpus, stage_cpus
+from headrace.kernels.quantized_form import FORMS
 from headrace.model.shards import shard_program
 from headrace.protocol.messages import LinkBackend, LinkEmulation
 from headrace.protocol.model_config import ModelSizes, StageShare
 from headrace.protocol.ranks import Ranks
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+WeightsForm = Literal["stored", "dequantized"]
 # Seconds for the stages to meet, which has nothing to do with how long a step may take.
 _START_TIMEOUT = 60.0
 _ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -51,13 +53,13 @@ class Deployment:
 
     cluster: the hosts. shares: by stage. hosts: by rank, the number of its host. cpus: by rank, on
     its host. need: what the model takes of memory, by its sizes. dtype: of weights, activations and
-    cache, by its torch name. max_model_len: positions of the longest sequence. max_num_seqs: slots,
-    on every stage. num_microbatches, window: at the start; most_microbatches, most_window: that
-    there may ever be (window: steps that are planned beyond the newest result). cache: what bounds
-    it; how many blocks that is turns out once the weights are loaded. link_backend: what carries
-    tensors between ranks. start_timeout, link_timeout, stall_timeout: seconds for the stages to
-    meet, for a message over a link, and in which nothing comes back from the stages, and none
-    computes.
+    cache, by its torch name. weights: what becomes of quantized ones. max_model_len: positions of
+    the longest sequence. max_num_seqs: slots, on every stage. num_microbatches, window: at the
+    start; most_microbatches, most_window: that there may ever be (window: steps that are planned
+    beyond the newest result). cache: what bounds it; how many blocks that is turns out once the
+    weights are loaded. link_backend: what carries tensors between ranks. start_timeout,
+    link_timeout, stall_timeout: seconds for the stages to meet, for a message over a link, and in
+    which nothing comes back from the stages, and none computes.
     """
 
     config: EngineConfig
@@ -69,6 +71,7 @@ class Deployment:
     need: MemoryNeed
     cpus: tuple[StageCpus, ...]
     dtype: Dtype
+    weights: WeightsForm
     max_model_len: int
     max_num_seqs: int
     num_microbatches: int
@@ -99,7 +102,8 @@ def resolve(config: EngineConfig, model: Model, cluster: Cluster) -> Deployment:
         _check_shards(model, ranks.num_shards)
     max_model_len = _max_model_len(config, model.sizes)
     dtype = _dtype(config, model.sizes, cluster)
-    need = _memory_need(config, model.sizes, dtype, max_model_len)
+    weights = _weights(config, model, cluster, dtype)
+    need = _memory_need(config, model.sizes, dtype, weights, max_model_len)
     cache = CacheLimit(
         bytes_per_stage=config.kv_cache_bytes, share_of_free=config.gpu_memory_utilization
     )
@@ -122,6 +126,7 @@ def resolve(config: EngineConfig, model: Model, cluster: Cluster) -> Deployment:
         need=need,
         cpus=_cpus(config, cluster, hosts),
         dtype=dtype,
+        weights=weights,
         max_model_len=max_model_len,
         max_num_seqs=config.sequences,
         num_microbatches=microbatches,
@@ -226,6 +231,27 @@ def _dtype(config: EngineConfig, model: ModelSizes, cluster: Cluster) -> Dtype:
     return "bfloat16" if model.dtype != "float32" and fast else "float32"
 
 
+def _weights(config: EngineConfig, model: Model, cluster: Cluster, dtype: Dtype) -> WeightsForm:
+    if config.weights != "stored":
+        return "dequantized"
+    if not model.sizes.has_stored:
+        raise UsageError(
+            f"--weights stored: model {config.model} has no weights that could stay as they are, "
+            f"in a GGUF file as {', '.join(FORMS)}"
+        )
+    if dtype == "float16":
+        raise UsageError("--weights stored goes with --dtype bfloat16 or float32, not float16")
+    hosts = [cluster.hosts[number] for number in cluster.computing]
+    without = [host.label for host in hosts if not host.native_kernels]
+    if without:
+        where = "" if cluster.alone else f" on {', '.join(without)}"
+        raise UsageError(
+            f"--weights stored needs the native kernels, which are not taken{where}: install a "
+            "C++17 compiler, then headrace again, or use --weights dequantized"
+        )
+    return "stored"
+
+
 def _microbatches(config: EngineConfig) -> tuple[int, int]:
     """Groups of sequences that take turns: at the start, and the most that there may ever be."""
     if config.num_microbatches is not None:
@@ -238,12 +264,17 @@ def _microbatches(config: EngineConfig) -> tuple[int, int]:
 
 
 def _memory_need(
-    config: EngineConfig, model: ModelSizes, dtype: str, max_model_len: int
+    config: EngineConfig,
+    model: ModelSizes,
+    dtype: str,
+    weights: WeightsForm,
+    max_model_len: int,
 ) -> MemoryNeed:
     per_stage = config.kv_cache_bytes
     return memory_need(
         model,
         element_size=_ELEMENT_SIZES[dtype],
+        stored=weights == "stored",
         max_model_len=max_model_len,
         max_num_seqs=config.sequences,
         block_size=config.block_size,

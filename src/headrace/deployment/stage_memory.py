@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.protocol.model_config import ModelSizes, StageShare
+from headrace.protocol.model_config import ModelSizes, StageShare, StoredSize
 
 Bytes = NDArray[np.float64]
 
@@ -17,7 +17,8 @@ KEPT_FREE = 0.2
 class MemoryNeed:
     """Bytes that parts of a model take. A stage's are those of its layers and ends, and per_stage.
 
-    layers, embedding, head: weights. caches: of each layer, what the longest sequence takes.
+    layers, embedding, head: weights. shared: bytes of the head that are the embedding's, where one
+    stage has both. caches: of each layer, what the longest sequence takes.
     per_stage: what a stage keeps besides. cache_per_stage: what a stage's whole cache takes if it
     was said, instead of the layers'. cache_share: of what the weights leave free, the part that the
     cache may take.
@@ -26,6 +27,7 @@ class MemoryNeed:
     layers: tuple[int, ...]
     embedding: int
     head: int
+    shared: int = 0
     caches: tuple[int, ...]
     per_stage: int
     cache_per_stage: int | None
@@ -37,6 +39,7 @@ class MemoryNeed:
             sum(self.layers[share.first_layer : share.end_layer])
             + self.embedding * share.embeds
             + self.head * share.samples
+            - self.shared * (share.embeds and share.samples)
         )
 
     def cache(self, share: StageShare) -> int:
@@ -56,22 +59,37 @@ def memory_need(
     sizes: ModelSizes,
     *,
     element_size: int,
+    stored: bool,
     max_model_len: int,
     max_num_seqs: int,
     block_size: int,
     cache_per_stage: int | None,
     cache_share: float,
 ) -> MemoryNeed:
-    """What a model needs. element_size: bytes of a number of weights and cache.
+    """What a model needs. element_size: bytes of a number of weights and cache. stored: whether
+    quantized weights stay as they are.
 
+    Columns that shards have of them may not (model/stored_form.py): that is not foretold.
     Vectors, such as norms' weights, are left out: they are less than a thousandth.
     """
     blocks = -(-max_model_len // block_size)
     rotations = 4 * sizes.rotation_elements * max_model_len
+
+    def held(numbers: int, own: StoredSize) -> int:
+        return (
+            own.nbytes + (numbers - own.numbers) * element_size
+            if stored
+            else numbers * element_size
+        )
+
+    table = sizes.vocab_size * sizes.hidden_size
+    shared = sizes.tied and stored
     return MemoryNeed(
-        layers=tuple(layer.weights * element_size for layer in sizes.layers),
-        embedding=sizes.vocab_size * sizes.hidden_size * element_size,
-        head=sizes.head_products * element_size,
+        layers=tuple(held(layer.weights, layer.stored) for layer in sizes.layers),
+        embedding=held(table, sizes.embedding_stored),
+        head=held(sizes.head_products, sizes.head_stored),
+        # Otherwise a table is not packed as a product's weight is.
+        shared=sizes.embedding_stored.nbytes if shared else 0,
         caches=tuple(
             layer.cache_elements * element_size * blocks * block_size for layer in sizes.layers
         ),

@@ -11,10 +11,10 @@ from headrace.execution.executor import Executor
 from headrace.execution.model_executor import ModelExecutor
 from headrace.execution.synthetic_executor import SyntheticExecutor
 from headrace.kernels.exchange import Exchange
-from headrace.kernels.path import has_native
+from headrace.kernels.path import has_native, runs_native
 from headrace.model.bind import bind
 from headrace.model.interpreter import Interpreter
-from headrace.model.weights import open_tensors
+from headrace.model.weights import gguf_file, open_tensors
 from headrace.protocol.messages import RankConfig
 
 
@@ -24,15 +24,29 @@ def load_model(
     """The stage's program bound to its weights; None if it is synthetic.
 
     on_progress: told the part that is done, from 0 to 1. Raises StartError for shards without
-    native kernels, which add up for them, and ModelError for tensors that cannot be loaded.
+    native kernels, which add up for them, and for weights that only those take; and ModelError for
+    tensors that cannot be loaded.
     """
     if config.model_kind == "synthetic":
         return None
     exchange = _exchange(config)
     source = open_tensors(ModelFiles(Path(config.model_path), config.model_kind))
     dtype = getattr(torch, config.dtype)
+    stored = None
+    if config.weights == "stored":
+        if not runs_native(device, dtype):
+            raise StartError("--weights stored needs the native kernels, of a CPU")
+        stored = gguf_file(source)
     with torch.inference_mode():
-        weights = bind(config.program, source, dtype, device, config.max_model_len, on_progress)
+        weights = bind(
+            config.program,
+            source,
+            dtype,
+            device,
+            config.max_model_len,
+            on_progress,
+            stored=stored,
+        )
     return Interpreter(config.program, weights, dtype, device, exchange)
 
 

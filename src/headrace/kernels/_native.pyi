@@ -21,6 +21,46 @@ def linear(
     bfloat16: bool,
     /,
 ) -> None: ...
+def quantized_size(form: tuple[int, int, bool, int], outs: int, ins: int, /) -> int: ...
+def pack_quantized(
+    kind: str,
+    rows_from: int,
+    rows: int,
+    row_bytes: int,
+    outs: int,
+    first_block: int,
+    blocks: int,
+    to_block: int,
+    packed: int,
+    ins: int,
+    /,
+) -> None: ...
+def quantized(
+    x: int,
+    packed: int,
+    bias: int,
+    y: int,
+    rows: int,
+    outs: int,
+    ins: int,
+    y_stride: int,
+    form: tuple[int, int, bool, int],
+    bfloat16: bool,
+    /,
+) -> None: ...
+def embed_quantized(
+    packed: int,
+    ids: int,
+    out: int,
+    rows: int,
+    width: int,
+    scale: float,
+    first: int,
+    held: int,
+    form: tuple[int, int, bool, int],
+    bfloat16: bool,
+    /,
+) -> None: ...
 def rms_norm(
     x: int,
     delta: int,
@@ -206,6 +246,31 @@ class Program:
         outs: int,
         ins: int,
         bfloat16_weights: bool,
+    ) -> None: ...
+    def quantized(
+        self,
+        label: str,
+        source: int,
+        out: int,
+        packed: int,
+        bias: int,
+        outs: int,
+        ins: int,
+        first: int,
+        stride: int,
+        form: tuple[int, int, bool, int],
+    ) -> None: ...
+    def embed_quantized(
+        self,
+        label: str,
+        out: int,
+        packed: int,
+        vocab: int,
+        width: int,
+        scale: float,
+        first: int,
+        held: int,
+        form: tuple[int, int, bool, int],
     ) -> None: ...
     def rotate(
         self,

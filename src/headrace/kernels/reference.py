@@ -89,6 +89,27 @@ def embed(ids: torch.Tensor, table: torch.Tensor, scale: float, first: int = 0) 
     return rows if scale == 1 else rows * torch.tensor(scale, dtype=table.dtype)
 
 
+def rounded_to_int8(x: torch.Tensor, block: int) -> torch.Tensor:
+    """x [T, ins] in float64 as quantized products take it: in blocks of so many inputs, rounded to
+    multiples of the block's largest size / 127; where that is not finite none of them is."""
+    blocks = x.float().unflatten(-1, (-1, block))
+    top = blocks.abs().amax(-1, keepdim=True)
+    # Smaller ones count as zeros.
+    inverse = torch.where(top < 2.0**-100, 0.0, torch.full_like(top, 127.0) / top)
+    whole = (blocks * inverse).round()
+    rounded: torch.Tensor = (whole.double() * (top / 127).double()).flatten(-2)
+    return rounded
+
+
+def quantized_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, block: int = 32
+) -> torch.Tensor:
+    """See kernels.quantized_linear.QuantizedLinear; weight [outs, ins]: the numbers that the packed
+    ones stand for. In float64, where the native kernels add up blocks in float32."""
+    y = rounded_to_int8(x, block) @ weight.double().T
+    return y if bias is None else y + bias.double()
+
+
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
     """cap * tanh(x / cap), in float32: between -cap and cap (arXiv 2408.00118, section 2)."""
     return (cap * torch.tanh(x.float() / cap)).to(x.dtype)

@@ -5,10 +5,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from headrace.checkpoint.gguf_file import GgufFile
 from headrace.host.memory import freed_at_once
 from headrace.kernels.grouped_linear import GroupedLinear
 from headrace.kernels.linear import Linear
+from headrace.kernels.quantized_linear import QuantizedLinear
+from headrace.model.quantized import packed_parts
 from headrace.model.rope import rotation_tables
+from headrace.model.stored_form import quantized_kinds, stored_kinds
 from headrace.model.weights import TensorSource
 from headrace.protocol import program
 from headrace.protocol.model_config import RopeConfig
@@ -24,14 +28,14 @@ Rotation = tuple[RopeConfig, StoredTensor | None, StoredTensor | None, int]
 class Weights:
     """By what the program calls them; what two operations share is there once.
 
-    tables: the embedding, [vocab, hidden]. vectors: of norms, [width], their offset added. sinks:
-    float32 [heads]. rotations: cos and sin, float32 [max_model_len, head_dim / 2]. experts: of all
-    experts together.
+    tables: the embedding, [vocab, hidden], or where its numbers are quantized the product that has
+    them. vectors: of norms, [width], their offset added. sinks: float32 [heads]. rotations: cos and
+    sin, float32 [max_model_len, head_dim / 2]. experts: of all experts together.
     """
 
-    tables: dict[StoredTensor, torch.Tensor] = field(default_factory=dict)
+    tables: dict[StoredTensor, torch.Tensor | QuantizedLinear] = field(default_factory=dict)
     vectors: dict[Vector, torch.Tensor] = field(default_factory=dict)
-    matrices: dict[Matrix, Linear] = field(default_factory=dict)
+    matrices: dict[Matrix, Linear | QuantizedLinear] = field(default_factory=dict)
     experts: dict[Matrix, GroupedLinear] = field(default_factory=dict)
     sinks: dict[StoredTensor, torch.Tensor] = field(default_factory=dict)
     rotations: dict[Rotation, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -39,7 +43,8 @@ class Weights:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights; tables of rotations, which no file holds, are not counted."""
-        tensors = [*self.tables.values(), *self.vectors.values(), *self.sinks.values()]
+        tables = [t for t in self.tables.values() if isinstance(t, torch.Tensor)]
+        tensors = [*tables, *self.vectors.values(), *self.sinks.values()]
         products = sum(p.nbytes for p in self.matrices.values())
         experts = sum(p.nbytes for p in self.experts.values())
         return sum(t.nbytes for t in tensors) + products + experts
@@ -53,13 +58,26 @@ def bind(
     device: torch.device,
     max_model_len: int,
     progress: Callable[[float], None],
+    *,
+    stored: GgufFile | None = None,
 ) -> Weights:
     """Load what the program needs and nothing else; calls progress with the fraction done.
 
-    dtype: of activations and weights. Raises ModelError for tensors that are missing or of the
-    wrong shape.
+    dtype: of activations and weights. stored: the file whose quantized weights stay as they are, as
+    far as kernels take them so, which only native ones do; None: all are dequantized. Raises
+    ModelError for tensors that are missing or of the wrong shape.
     """
     weights = Weights()
+    kinds = {} if stored is None else quantized_kinds(stored)
+
+    def linear(matrix: Matrix) -> Linear | QuantizedLinear:
+        own = stored_kinds(matrix, kinds)
+        if own is None or stored is None:
+            return _linear(matrix, source, dtype, device)
+        return QuantizedLinear(
+            packed_parts(matrix, own, stored), _bias(matrix, source, dtype), dtype
+        )
+
     operations = [*share.operations, *share.head]
     for number, operation in enumerate(operations):
 
@@ -68,7 +86,15 @@ def bind(
 
         match operation:
             case program.Embed(table=table):
-                if table not in weights.tables:
+                product = Matrix((table,))
+                if stored_kinds(product, kinds) is not None:
+                    # A head that is tied to it is this product.
+                    if product not in weights.matrices:
+                        weights.matrices[product] = linear(product)
+                    packed = weights.matrices[product]
+                    assert isinstance(packed, QuantizedLinear)
+                    weights.tables[table] = packed
+                elif table not in weights.tables:
                     weights.tables[table] = source.load(table, dtype).to(device)
             case (
                 program.Norm(weight=vector)
@@ -82,7 +108,7 @@ def bind(
                     weights.vectors[vector] = loaded.to(device, dtype)
             case program.Linear(weight=matrix):
                 if matrix not in weights.matrices:
-                    weights.matrices[matrix] = _linear(matrix, source, dtype, device)
+                    weights.matrices[matrix] = linear(matrix)
             case program.Experts(gate_up=gate_up, down=down, count=count):
                 for half, matrix in enumerate((gate_up, down)):
                     loaded_experts = GroupedLinear(count, matrix.outs, matrix.ins, dtype, device)
@@ -136,12 +162,17 @@ def _loaded(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The weight [outs, ins] and the bias [outs]."""
     parts = [source.load(part, dtype) for part in matrix.parts]
-    weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts), _bias(matrix, source, dtype)
+
+
+def _bias(matrix: Matrix, source: TensorSource, dtype: torch.dtype) -> torch.Tensor | None:
     if not any(source.has(part.name) or not part.optional for part in matrix.biases):
-        return weight, None
-    bias = [
-        source.load(part, dtype) if source.has(part.name) or not part.optional
-        else torch.zeros(part.shape, dtype=dtype)
-        for part in matrix.biases
-    ]  # fmt: skip
-    return weight, torch.cat(bias)
+        return None
+    return torch.cat(
+        [
+            source.load(part, dtype)
+            if source.has(part.name) or not part.optional
+            else torch.zeros(part.shape, dtype=dtype)
+            for part in matrix.biases
+        ]
+    )

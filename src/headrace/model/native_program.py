@@ -8,6 +8,7 @@ import torch
 from headrace.kernels import attention, path
 from headrace.kernels.batch import AttentionBatch
 from headrace.kernels.kv_cache import KvCache
+from headrace.kernels.quantized_linear import QuantizedLinear
 from headrace.model.bind import rotation_of
 from headrace.model.buffers import Buffers
 from headrace.model.operations import Bound
@@ -63,6 +64,20 @@ def _add(compiled: Any, operation: Operation, bound: Bound, buffers: Buffers) ->
     match operation:
         case program.Embed():
             table = weights.tables[operation.table]
+            if isinstance(table, QuantizedLinear):
+                (part,) = table.parts
+                compiled.embed_quantized(
+                    label=name,
+                    out=buffers.place("x"),
+                    packed=part.packed.data_ptr(),
+                    vocab=operation.vocab,
+                    width=part.ins,
+                    scale=operation.scale,
+                    first=operation.first,
+                    held=part.outs,
+                    form=part.form.native,
+                )
+                return
             assert table.is_contiguous()
             compiled.embed(
                 label=name,
@@ -100,6 +115,21 @@ def _add(compiled: Any, operation: Operation, bound: Bound, buffers: Buffers) ->
             )
         case program.Linear():
             linear = weights.matrices[operation.weight]
+            if isinstance(linear, QuantizedLinear):
+                for part, bias, first in linear.products():
+                    compiled.quantized(
+                        label=name,
+                        source=buffers.place(operation.source),
+                        out=buffers.place(operation.out),
+                        packed=part.packed.data_ptr(),
+                        bias=bias,
+                        outs=part.outs,
+                        ins=part.ins,
+                        first=first,
+                        stride=linear.out_features,
+                        form=part.form.native,
+                    )
+                return
             packed, bias, outs, ins = linear.addresses()
             compiled.linear(
                 label=name,

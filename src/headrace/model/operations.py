@@ -11,6 +11,7 @@ from headrace.kernels.attention import paged_attention, rotate_and_write
 from headrace.kernels.batch import AttentionBatch
 from headrace.kernels.exchange import Exchange
 from headrace.kernels.kv_cache import KvCache
+from headrace.kernels.quantized_linear import QuantizedLinear
 from headrace.model.bind import Weights, rotation_of
 from headrace.model.buffers import Buffers
 from headrace.protocol import program
@@ -92,6 +93,13 @@ def work_of(operation: Operation, bound: Bound, buffers: Buffers) -> Work:
 def _embed(operation: program.Embed, weights: Weights, buffers: Buffers) -> Work:
     table, scale, x = weights.tables[operation.table], operation.scale, buffers.place("x")
     first, vocab = operation.first, operation.vocab
+    if isinstance(table, QuantizedLinear):
+
+        def look_up(step: Step) -> None:
+            assert step.ids is not None
+            table.embed(step.ids, scale, step.buffers[x], first=first, vocab=vocab)
+
+        return look_up
 
     def work(step: Step) -> None:
         assert step.ids is not None

@@ -25,6 +25,7 @@ from headrace.errors import ModelError
 from headrace.model.architecture import Architecture, Blueprint, Design
 from headrace.model.architectures import ARCHITECTURES
 from headrace.model.sizes import model_sizes
+from headrace.model.stored_form import quantized_kinds
 from headrace.protocol.model_config import StageShare
 from headrace.protocol.program import Program
 
@@ -123,7 +124,9 @@ def model_from_gguf(file: GgufFile) -> Blueprint:
         )
     stored = file.tensors["token_embd.weight"].kind
     dtype = "float32" if stored == GGMLQuantizationType.F32 else "bfloat16"
-    return Blueprint(model_sizes(architecture.name, design, dtype, end_ids(file)), design.program)
+    kinds = quantized_kinds(file)
+    sizes = model_sizes(architecture.name, design, dtype, end_ids(file), kinds)
+    return Blueprint(sizes, design.program)
 
 
 def _named_by_config(path: Path, raw: Mapping[str, Any]) -> Architecture:

@@ -44,6 +44,11 @@ def open_tensors(files: ModelFiles) -> TensorSource:
     return _SafetensorsTensors(files)
 
 
+def gguf_file(source: TensorSource) -> GgufFile | None:
+    """The file that the tensors are read from, if it is a GGUF file."""
+    return source.file if isinstance(source, _GgufTensors) else None
+
+
 class _SafetensorsTensors:
     """Reads what it is asked for, an expert's part alone; nothing stays mapped or is read ahead."""
 
@@ -63,7 +68,7 @@ class _SafetensorsTensors:
                 whole = self._read(name, shape, _DTYPES, rows=rows)
                 return whole if cut is None or cut.axis == 0 else _taken(whole, cut)
 
-            return _unpaired(_in_bands(read, tensor, shape, dtype), tensor.paired_heads)
+            return unpaired(_in_bands(read, tensor, shape, dtype), tensor.paired_heads)
         if not stack.mxfp4:
             ((name, shape),) = tensor.stored
             whole = self._read(name, shape, _DTYPES, stack.expert)
@@ -127,31 +132,33 @@ def _bytes(extent: Extent, offset: int, nbytes: int) -> bytearray:
 
 
 class _GgufTensors:
+    """Those of a GGUF file, dequantized."""
+
     def __init__(self, file: GgufFile) -> None:
-        self._file = file
+        self.file = file
 
     def has(self, name: str) -> bool:
-        return name in self._file.tensors
+        return name in self.file.tensors
 
     def load(self, tensor: StoredTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         ((name, shape),) = tensor.stored
         if not self.has(name):
-            raise ModelError(f"model {self._file.path}: tensor {name} is missing")
-        check_shape(self._file.path, name, self._file.tensors[name].shape, shape)
+            raise ModelError(f"model {self.file.path}: tensor {name} is missing")
+        check_shape(self.file.path, name, self.file.tensors[name].shape, shape)
         stack, cut, part = tensor.stack, tensor.cut, None
         if stack is not None:
             shape = shape[1:]
             # Of one expert the file may have no stack.
-            part = stack.expert if len(self._file.tensors[name].shape) > len(shape) else None
-        if 1 in (len(shape), len(self._file.tensors[name].shape)):
-            whole = torch.from_numpy(self._file.load(name, part)).view(shape)
+            part = stack.expert if len(self.file.tensors[name].shape) > len(shape) else None
+        if 1 in (len(shape), len(self.file.tensors[name].shape)):
+            whole = torch.from_numpy(self.file.load(name, part)).view(shape)
             return _as(_own_rows(_taken(whole, cut), tensor), dtype)
 
         def read(rows: Range) -> torch.Tensor:
             columns: Sequence[Range | None] = (None,)
             if cut is not None and cut.axis:
                 columns = cut.ranges
-            loaded = [self._file.load(name, part, rows, some) for some in columns]
+            loaded = [self.file.load(name, part, rows, some) for some in columns]
             return torch.cat([torch.from_numpy(each) for each in loaded], dim=1)
 
         return _own_rows(_in_bands(read, tensor, shape, dtype), tensor)
@@ -208,10 +215,10 @@ def _own_rows(values: torch.Tensor, tensor: StoredTensor) -> torch.Tensor:
     stack = tensor.stack
     if stack is not None:
         values = (values.T if stack.transposed else values)[stack.first :: stack.step]
-    return _unpaired(values, tensor.paired_heads)
+    return unpaired(values, tensor.paired_heads)
 
 
-def _unpaired(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+def unpaired(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Undo the order of so many heads' rows in which rotated pairs are neighbours; 0: as it is.
 
     Source: LlamaModel.permute in llama.cpp's convert_hf_to_gguf.py.

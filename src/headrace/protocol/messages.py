@@ -45,7 +45,7 @@ class RankConfig(msgspec.Struct, tag="rank_config", array_like=True, frozen=True
 
     rank: which of the ranks it is. share: for people; the program says what to run. model_path and
     model_kind say where the weights are, on another host as soon as its agent has put in the path
-    there; dtype is the name of a torch dtype.
+    there; dtype is the name of a torch dtype. weights: whether quantized ones stay as they are.
     synthetic: run no model, only take this time. window: the most steps that the engine may plan
     beyond the newest result. master_addr and master_port are those of torch.distributed's store, if
     it carries tensors; store_fd is its listening socket, inherited by the first stage alone.
@@ -62,6 +62,7 @@ class RankConfig(msgspec.Struct, tag="rank_config", array_like=True, frozen=True
     program: Program
     synthetic: SyntheticTime | None
     dtype: str
+    weights: Literal["stored", "dequantized"]
     max_model_len: int
     max_num_seqs: int
     block_size: int

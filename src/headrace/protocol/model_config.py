@@ -42,16 +42,25 @@ class StageShare(msgspec.Struct, frozen=True):
         return self.end_layer - self.first_layer
 
 
+class StoredSize(msgspec.Struct, frozen=True, array_like=True):
+    """Of weights that may stay as the files quantize them: how many numbers, and in how many bytes
+    of memory then."""
+
+    numbers: int = 0
+    nbytes: int = 0
+
+
 class LayerSize(msgspec.Struct, frozen=True, array_like=True):
     """products: multiplications of elements for a token that passes the layer, attention's over the
     context apart. cache_elements: what it keeps of each position, keys and values. expert_products:
     those of the products that are experts'. missed: the part of the experts that a token does not
-    pass, so that the layer's weights are more than its products."""
+    pass, so that the layer's weights are more than its products. stored: of its weights."""
 
     products: int
     cache_elements: int
     expert_products: int = 0
     missed: float = 0.0
+    stored: StoredSize = StoredSize()
 
     @property
     def weights(self) -> int:
@@ -70,7 +79,8 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
     architecture: its name for people. rotation_elements: of tables that a stage keeps for each
     position. embedding_products, head_products: for a token that passes them. dtype: the
     checkpoint's own ("float32", "bfloat16", "float16"). max_positions: the longest context it was
-    made for.
+    made for. embedding_stored, head_stored: of the two ends' weights. tied: whether they are the
+    same one.
     """
 
     architecture: str
@@ -83,6 +93,15 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
     max_positions: int
     dtype: str
     eos_token_ids: tuple[int, ...]
+    embedding_stored: StoredSize = StoredSize()
+    head_stored: StoredSize = StoredSize()
+    tied: bool = False
+
+    @property
+    def has_stored(self) -> bool:
+        """Whether there are weights that may stay as the files quantize them."""
+        ends = self.embedding_stored, self.head_stored
+        return any(each.numbers for each in (*ends, *(layer.stored for layer in self.layers)))
 
     @property
     def num_layers(self) -> int:

@@ -33,6 +33,54 @@ struct LinearArgs {
   WeightKind weights;
 };
 
+// How the numbers of a quantized weight lie in memory: see quantized_form.hpp. bits: 4, 5, 6 or 8 of
+// each number q; scales: of a block of 32 inputs, 1 or 2. A weight is q * scale + minimum where there
+// are minimums, else (q - zero) * scale.
+struct WeightForm {
+  int bits, scales;
+  bool minimums;
+  int zero;
+};
+
+// As LinearArgs, with W packed by pack_quantized(); ins is a multiple of 32. type: of x, y and bias.
+// y_stride: elements from a row of y to the next, which has room for other products' outputs.
+struct QuantizedArgs {
+  const void* x;
+  const void* packed;
+  const void* bias;
+  void* y;
+  int64_t rows, ins, outs, y_stride;
+  WeightForm form;
+  Type type;
+};
+
+// As EmbedArgs, with the table packed by pack_quantized().
+struct QuantizedEmbedArgs {
+  const void* packed;
+  const int64_t* ids;
+  void* out;
+  int64_t rows, width;
+  float scale;
+  Type type;
+  int64_t first, held;
+  WeightForm form;
+};
+
+// How GGUF files hold quantized numbers.
+enum class StoredKind : int { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4K, kQ5K, kQ6K };
+
+// Rows of a file, each `row_bytes` long, to a packed weight of `ins` inputs: of row i the blocks of
+// 32 inputs from first_block on, `blocks` of them, to output outs[i], from its block to_block on.
+struct PackArgs {
+  StoredKind kind;
+  const void* from;
+  int64_t rows, row_bytes;
+  const int64_t* outs;
+  int64_t first_block, blocks, to_block;
+  void* packed;
+  int64_t ins;
+};
+
 // out = x / rms(x) * weight by rows; if delta is given x += delta first, in place. rounds_once: the
 // quotient is not rounded to the type before the weight multiplies it.
 struct NormArgs {
@@ -202,6 +250,10 @@ struct Kernels {
   void (*pack)(const void* weight, void* packed, int64_t outs, int64_t ins, WeightKind weights);
   void (*embed)(const EmbedArgs&);
   void (*linear)(const LinearArgs&);
+  int64_t (*quantized_size)(const WeightForm&, int64_t outs, int64_t ins);
+  void (*pack_quantized)(const PackArgs&);
+  void (*quantized)(const QuantizedArgs&);
+  void (*embed_quantized)(const QuantizedEmbedArgs&);
   void (*rms_norm)(const NormArgs&);
   void (*head_norm)(const HeadNormArgs&);
   void (*rotate_and_write)(const RotateArgs&);

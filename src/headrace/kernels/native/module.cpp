@@ -61,10 +61,11 @@ std::vector<const Kernels*> usable_paths() {
   if (avx512) paths.push_back(&kAvx512);
 #endif
 #ifdef HEADRACE_HAS_DOT
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) paths.push_back(&kAvx512Bf16);
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
+    paths.push_back(&kAvx512Bf16);
 #endif
 #ifdef HEADRACE_HAS_AMX
-  if (avx512 && may_use_tiles()) paths.push_back(&kAmx);
+  if (avx512 && __builtin_cpu_supports("avx512vnni") && may_use_tiles()) paths.push_back(&kAmx);
 #endif
   return paths;
 }
@@ -103,6 +104,21 @@ Type type_of(bool bfloat16) { return bfloat16 ? Type::kBfloat16 : Type::kFloat32
 
 WeightKind kind_of(bool bfloat16) {
   return bfloat16 ? WeightKind::kBfloat16 : WeightKind::kFloat32;
+}
+
+// bits, scales, minimums, zero.
+using Form = std::tuple<int, int, bool, int>;
+WeightForm form_of(const Form& form) {
+  const auto& [bits, scales, minimums, zero] = form;
+  return {bits, scales, minimums, zero};
+}
+
+// How kernels/quantized_linear.py names them, GGUF's names.
+StoredKind stored_kind(const std::string& name) {
+  const char* names[] = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"};
+  for (int i = 0; i < 8; i++)
+    if (name == names[i]) return StoredKind(i);
+  throw nb::value_error(("no kernel takes " + name).c_str());
 }
 
 Activation activation_of(const std::string& name) {
@@ -213,6 +229,22 @@ void define_program(nb::module_& m) {
                           kind_of(bfloat16_weights)});
       }, "label"_a, "source"_a, "out"_a, "packed"_a, "bias"_a, "outs"_a, "ins"_a,
          "bfloat16_weights"_a)
+      .def("quantized", [](ProgramBuilder& to, const std::string& label, int source, int out,
+                           Address packed, Address bias, int64_t outs, int64_t ins,
+                           int64_t first, int64_t stride, const Form& form) {
+        to.add(label, {source, -1, out},
+               QuantizedArgs{{}, at(packed), at(bias), {}, 0, ins, outs, stride, form_of(form),
+                             to.type}, first);
+      }, "label"_a, "source"_a, "out"_a, "packed"_a, "bias"_a, "outs"_a, "ins"_a, "first"_a,
+         "stride"_a, "form"_a)
+      .def("embed_quantized", [](ProgramBuilder& to, const std::string& label, int out,
+                                 Address packed, int64_t vocab, int64_t width, float scale,
+                                 int64_t first, int64_t held, const Form& form) {
+        to.add(label, {-1, -1, out},
+               QuantizedEmbedArgs{at(packed), {}, {}, 0, width, scale, to.type, first, held,
+                                  form_of(form)}, 0, vocab);
+      }, "label"_a, "out"_a, "packed"_a, "vocab"_a, "width"_a, "scale"_a, "first"_a, "held"_a,
+         "form"_a)
       .def("rotate", [](ProgramBuilder& to, const std::string& label, int qkv, int64_t heads,
                         Address cos, Address sin, Address keys, Address values,
                         int64_t block_size, int64_t block_rows, int64_t kv_heads,
@@ -306,6 +338,27 @@ NB_MODULE(_native, m) {
                      int64_t ins, bool bfloat16) {
     path->linear({at(x), at(packed), at(bias), at(y), rows, ins, outs, type_of(bfloat16),
                   kind_of(bfloat16)});
+  }, nb::call_guard<nb::gil_scoped_release>());
+  m.def("quantized_size", [](const Form& form, int64_t outs, int64_t ins) {
+    return path->quantized_size(form_of(form), outs, ins);
+  }, "Bytes of a packed weight [outs, ins].");
+  m.def("pack_quantized", [](const std::string& kind, Address from, int64_t rows,
+                             int64_t row_bytes, Address outs, int64_t first_block, int64_t blocks,
+                             int64_t to_block, Address packed, int64_t ins) {
+    path->pack_quantized({stored_kind(kind), at(from), rows, row_bytes, at<int64_t>(outs),
+                          first_block, blocks, to_block, at(packed), ins});
+  }, nb::call_guard<nb::gil_scoped_release>());
+  m.def("quantized", [](Address x, Address packed, Address bias, Address y, int64_t rows,
+                        int64_t outs, int64_t ins, int64_t y_stride, const Form& form,
+                        bool bfloat16) {
+    path->quantized({at(x), at(packed), at(bias), at(y), rows, ins, outs, y_stride, form_of(form),
+                     type_of(bfloat16)});
+  }, nb::call_guard<nb::gil_scoped_release>());
+  m.def("embed_quantized", [](Address packed, Address ids, Address out, int64_t rows,
+                              int64_t width, float scale, int64_t first, int64_t held,
+                              const Form& form, bool bfloat16) {
+    path->embed_quantized({at(packed), at<int64_t>(ids), at(out), rows, width, scale,
+                           type_of(bfloat16), first, held, form_of(form)});
   }, nb::call_guard<nb::gil_scoped_release>());
   m.def("rms_norm", [](Address x, Address delta, Address weight, Address out, int64_t rows,
                        int64_t width, float epsilon, bool rounds_once, bool bfloat16) {

@@ -8,6 +8,8 @@
 #include "elementwise.hpp"
 #include "kernels.hpp"
 #include "linear.hpp"
+#include "quantized.hpp"
+#include "quantized_pack.hpp"
 #include "routing.hpp"
 #include "sampling.hpp"
 
@@ -26,6 +28,9 @@ void pack_any(const void* weight, void* packed, int64_t outs, int64_t ins, Weigh
                                    : pack<float>(weight, packed, outs, ins);
 }
 void embed_any(const EmbedArgs& args) { HEADRACE_BY_TYPE(args.type, embed, args); }
+void embed_quantized_any(const QuantizedEmbedArgs& args) {
+  HEADRACE_BY_TYPE(args.type, embed_quantized, args);
+}
 #ifdef HEADRACE_AMX
 constexpr bool kMultipliesBfloat16 = true;
 void linear_any(const LinearArgs& args) {
@@ -56,8 +61,10 @@ void choose_any(const ChooseArgs& args) { HEADRACE_BY_TYPE(args.type, choose, ar
 }  // namespace
 
 extern const Kernels HEADRACE_TABLE = {
-    HEADRACE_NAME, kMultipliesBfloat16, packed_size_any, pack_any,      embed_any, linear_any,
-    rms_norm_any,  head_norm_any,       rotate_any,      attention_any, gate_any,  add_any,
-    sum_any,       gated_add_any, scale_any,           route_any,       combine_any,   soft_cap_any,
-    choose_any,
+    HEADRACE_NAME,  kMultipliesBfloat16, packed_size_any, pack_any,
+    embed_any,      linear_any,          quantized_size,  pack_quantized,
+    quantized,      embed_quantized_any, rms_norm_any,    head_norm_any,
+    rotate_any,     attention_any,       gate_any,        add_any,
+    sum_any,        gated_add_any,       scale_any,       route_any,
+    combine_any,    soft_cap_any,        choose_any,
 };

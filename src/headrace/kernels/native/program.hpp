@@ -44,9 +44,10 @@ struct GatherArgs {
   Type type;
 };
 
-using Args = std::variant<EmbedArgs, NormArgs, HeadNormArgs, LinearArgs, RotateArgs, AttentionArgs,
-                          GateArgs, RouteArgs, ExpertsArgs, AddArgs, GatedAddArgs, ScaleArgs,
-                          SoftCapArgs, AllReduceArgs, GatherArgs>;
+using Args =
+    std::variant<EmbedArgs, QuantizedEmbedArgs, NormArgs, HeadNormArgs, LinearArgs, QuantizedArgs,
+                 RotateArgs, AttentionArgs, GateArgs, RouteArgs, ExpertsArgs, AddArgs, GatedAddArgs,
+                 ScaleArgs, SoftCapArgs, AllReduceArgs, GatherArgs>;
 
 // args: all but what a step brings. vocab: the table's rows, of an embedding. label: an index of
 // Profile's.
@@ -54,7 +55,8 @@ struct Operation {
   Args args;
   Places places;
   int label;
-  // Elements from a row of the source to where the operation begins in it; rows of the table.
+  // Elements from a row's start to where the operation begins in it, of a head norm in the source, of
+  // a quantized product in out; rows of the table.
   int64_t offset = 0, vocab = 0;
 };
 
@@ -87,11 +89,22 @@ struct Runner {
   void* delta() const { return buffer(operation.places.delta); }
   void* out() const { return buffer(operation.places.out); }
 
-  void operator()(EmbedArgs args) const {
+  void check_ids() const {
     for (int64_t i = 0; i < step.tokens; i++)
       if (step.ids[i] < 0 || step.ids[i] >= operation.vocab)
         throw std::out_of_range("token id " + std::to_string(step.ids[i]) + ", there are " +
                                 std::to_string(operation.vocab));
+  }
+
+  void operator()(QuantizedEmbedArgs args) const {
+    check_ids();
+    args.ids = step.ids;
+    args.out = out();
+    args.rows = step.tokens;
+    kernels.embed_quantized(args);
+  }
+  void operator()(EmbedArgs args) const {
+    check_ids();
     args.ids = step.ids;
     args.out = out();
     args.rows = step.tokens;
@@ -115,6 +128,13 @@ struct Runner {
     args.y = out();
     args.rows = step.tokens;
     kernels.linear(args);
+  }
+  void operator()(QuantizedArgs args) const {
+    const int64_t size = args.type == Type::kBfloat16 ? 2 : 4;
+    args.x = source();
+    args.y = static_cast<char*>(out()) + operation.offset * size;
+    args.rows = step.tokens;
+    kernels.quantized(args);
   }
   void operator()(RotateArgs args) const {
     args.qkv = source();
