@@ -23,6 +23,7 @@ def latency(
         engine_flags(
             "pipeline_parallel_size",
             "tensor_parallel_size",
+            "weights",
             "layer_partition",
             "cpu_threads",
             "cpu_bind",

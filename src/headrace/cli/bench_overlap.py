@@ -53,6 +53,7 @@ def overlap(
             "seed",
             *options.HOSTS,
             "tensor_parallel_size",
+            "weights",
             pipeline_parallel_size=2,
         ),
     ],

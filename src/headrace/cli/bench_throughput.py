@@ -24,6 +24,7 @@ def throughput(
         engine_flags(
             "pipeline_parallel_size",
             "tensor_parallel_size",
+            "weights",
             "layer_partition",
             "max_num_seqs",
             "max_num_batched_tokens",

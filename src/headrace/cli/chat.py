@@ -47,6 +47,7 @@ def chat(
         engine_flags(
             "pipeline_parallel_size",
             "tensor_parallel_size",
+            "weights",
             "layer_partition",
             "dtype",
             "max_model_len",
