@@ -49,7 +49,7 @@ class EngineConfig:
         Literal["auto", "stored", "dequantized"],
         Setting(
             "stored: a GGUF file's quantized weights stay as they are, activations are rounded to "
-            "8 bits; dequantized: to the dtype; auto: dequantized."
+            "8 bits; dequantized: to the dtype; auto: stored with bfloat16, except on AMX."
         ),
     ] = "auto"
     max_model_len: Annotated[

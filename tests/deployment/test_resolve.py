@@ -15,6 +15,7 @@ from headrace.deployment.resolve import Deployment, resolve
 from headrace.errors import StartError, UsageError
 from headrace.host.cpus import StageCpus
 from headrace.protocol.hosts import HostFacts
+from headrace.protocol.model_config import StoredSize
 from machines import FOUR_CORES, MODEL, SIZES, unlike_hosts
 
 
@@ -28,6 +29,10 @@ def decide_on(cluster: Cluster, **settings: Any) -> Deployment:
 
 def of_dtype(dtype: str) -> Model:
     return dataclasses.replace(MODEL, sizes=replace(SIZES, dtype=dtype))
+
+
+def of_quantized() -> Model:
+    return dataclasses.replace(MODEL, sizes=replace(SIZES, head_stored=StoredSize(8, 5)))
 
 
 @pytest.mark.parametrize(
@@ -45,6 +50,29 @@ def test_the_dtype_is_bfloat16_where_that_is_fast_and_loses_nothing(
 ) -> None:
     host = replace(FOUR_CORES, computes_bfloat16=computes, native_kernels=native)
     assert decide(host, of_dtype(checkpoint), dtype=wanted).dtype == found
+
+
+@pytest.mark.parametrize(
+    ("wanted", "dtype", "native", "tiles", "found"),
+    [
+        ("auto", "auto", True, False, "stored"),
+        ("auto", "bfloat16", True, False, "stored"),
+        ("auto", "float32", True, False, "dequantized"),
+        ("auto", "float16", True, False, "dequantized"),
+        ("auto", "auto", True, True, "dequantized"),
+        ("auto", "bfloat16", False, False, "dequantized"),
+        ("stored", "float32", True, True, "stored"),
+        ("dequantized", "auto", True, False, "dequantized"),
+    ],
+)
+def test_quantized_weights_stay_where_that_is_faster_and_nobody_wants_no_rounding(
+    wanted: str, dtype: str, native: bool, tiles: bool, found: str
+) -> None:
+    host = replace(FOUR_CORES, native_kernels=native, bfloat16_tiles=tiles)
+    assert decide(host, of_quantized(), weights=wanted, dtype=dtype).weights == found
+    if wanted == "auto":
+        # There are none.
+        assert decide(host, weights=wanted, dtype=dtype).weights == "dequantized"
 
 
 def test_stages_share_layers_by_cost_and_cores_evenly() -> None:

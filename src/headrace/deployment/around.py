@@ -34,7 +34,7 @@ def plan_around(deployment: Deployment, room: Mapping[int, int]) -> Deployment:
         },
     )
     # What the hosts would choose by themselves may be another type without the one that is away.
-    config = replace(deployment.config, dtype=deployment.dtype)
+    config = replace(deployment.config, dtype=deployment.dtype, weights=deployment.weights)
     found = resolve(config, deployment.model, left)
     return replace(
         found,

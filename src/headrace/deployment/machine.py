@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import headrace
 from headrace.host.control_groups import cpu_quota
-from headrace.host.cpus import computes_bfloat16, usable_cpus
+from headrace.host.cpus import bfloat16_tiles, computes_bfloat16, usable_cpus
 from headrace.host.memory import free_memory
 from headrace.kernels import has_native_kernels
 from headrace.protocol.hosts import HostFacts, LinkFigures
@@ -53,4 +53,5 @@ def this_host() -> HostFacts:
         free_memory=free_memory(),
         computes_bfloat16=computes_bfloat16(),
         native_kernels=has_native_kernels(),
+        bfloat16_tiles=bfloat16_tiles(),
     )

@@ -232,7 +232,13 @@ def _dtype(config: EngineConfig, model: ModelSizes, cluster: Cluster) -> Dtype:
 
 
 def _weights(config: EngineConfig, model: Model, cluster: Cluster, dtype: Dtype) -> WeightsForm:
-    if config.weights != "stored":
+    hosts = [cluster.hosts[number] for number in cluster.computing]
+    if config.weights == "auto":
+        # Whoever asks for float32 wants no rounding, and tiles are faster than whole numbers.
+        able = all(host.native_kernels and not host.bfloat16_tiles for host in hosts)
+        stays = dtype == "bfloat16" and model.sizes.has_stored and able
+        return "stored" if stays else "dequantized"
+    if config.weights == "dequantized":
         return "dequantized"
     if not model.sizes.has_stored:
         raise UsageError(
@@ -241,7 +247,6 @@ def _weights(config: EngineConfig, model: Model, cluster: Cluster, dtype: Dtype)
         )
     if dtype == "float16":
         raise UsageError("--weights stored goes with --dtype bfloat16 or float32, not float16")
-    hosts = [cluster.hosts[number] for number in cluster.computing]
     without = [host.label for host in hosts if not host.native_kernels]
     if without:
         where = "" if cluster.alone else f" on {', '.join(without)}"

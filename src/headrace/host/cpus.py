@@ -133,6 +133,11 @@ def computes_bfloat16() -> bool:
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpu_flags(cpu_info()))
 
 
+def bfloat16_tiles() -> bool:
+    """Whether this machine's cores multiply bfloat16 by tiles of a matrix (AMX)."""
+    return "amx_bf16" in cpu_flags(cpu_info())
+
+
 def cpu_info() -> dict[str, str]:
     """What the system says about the first core; nothing where it says nothing."""
     try:

@@ -49,9 +49,9 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     name: its own, for people. address: by which others reach it, empty for this very host. version:
     of Headrace. allowed_cpus: those that its processes may use. cores: those of them that are worth
     a thread each, in ascending order. free_memory: in bytes. computes_bfloat16: whether the cores
-    multiply it. native_kernels: whether there are any. speed: None on one host alone, where nothing
-    hangs on it, and on one that has the engine and is to have no stages. weights: of the model's
-    files, None where there are none.
+    multiply it; bfloat16_tiles: by whole tiles (AMX). native_kernels: whether there are any. speed:
+    None on one host alone, where nothing hangs on it, and on one that has the engine and is to have
+    no stages. weights: of the model's files, None where there are none.
     """
 
     name: str
@@ -62,6 +62,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     free_memory: int
     computes_bfloat16: bool
     native_kernels: bool
+    bfloat16_tiles: bool = False
     speed: HostSpeed | None = None
     weights: WeightsDigest | None = None
 
