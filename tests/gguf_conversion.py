@@ -2,12 +2,15 @@
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 from safetensors.torch import load_file
+
+from tiny_checkpoints import add_byte_tokenizer
 
 Array = np.ndarray[Any, Any]
 # GGUF's word for what transformers calls otherwise.
@@ -30,11 +33,13 @@ def convert(
     path: Path,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     experts: gguf.GGMLQuantizationType | None = None,
+    quantized: Mapping[str, tuple[gguf.GGMLQuantizationType, Array]] | None = None,
     **metadata: Any,
 ) -> Path:
     """Write the directory's tensors as a GGUF file; metadata replaces or adds keys.
 
-    kind: of matrices; experts: of those of experts, None for the same.
+    kind: of matrices; experts: of those of experts, None for the same. quantized: of some matrices
+    another kind, and their rows in it, uint8, in the directory's order.
     """
     from transformers import AutoConfig
 
@@ -48,14 +53,19 @@ def convert(
             writer.add_uint32(key, value)
         else:
             writer.add_float32(key, value)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{n}" for n in range(config.vocab_size)])
-    writer.add_token_merges([])
+    if config.vocab_size == 300:
+        add_byte_tokenizer(writer)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list([f"t{n}" for n in range(config.vocab_size)])
     architecture = next(a for a, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     tensors = {key: t.float().numpy() for key, t in load_file(model / "model.safetensors").items()}
     for key, given in _stacked(tensors).items():
         array = given
+        own = (quantized or {}).get(key)
+        if own is not None:
+            array = own[1]
         if name in _PERMUTED and "q_proj" in key:
             array = permuted(array, config.num_attention_heads)
         if name in _PERMUTED and "k_proj" in key:
@@ -68,7 +78,11 @@ def convert(
         stored = gguf.GGMLQuantizationType.F32 if is_vector else kind
         if experts is not None and array.ndim == 3:
             stored = experts
-        data = gguf.quants.quantize(array, stored)
+        data = array
+        if own is None:
+            data = gguf.quants.quantize(array, stored)
+        else:
+            stored = own[0]
         target = names.get_name(key, (".weight", ".bias"))
         assert target is not None
         writer.add_tensor(target, data, raw_shape=data.shape, raw_dtype=stored)

@@ -33,17 +33,25 @@ class _Recorder(ModelExecutor):
 
 
 def run_stages(
-    path: Path, layers: list[int], prompt: list[int], outputs: int, chunk: int, shards: int = 1
+    path: Path,
+    layers: list[int],
+    prompt: list[int],
+    outputs: int,
+    chunk: int,
+    shards: int = 1,
+    *,
+    stored: bool = False,
 ) -> tuple[list[int], torch.Tensor]:
     """Greedy tokens and the logits they came from, through real stage loops on virtual links.
 
-    shards: of each stage, which add up in threads of this process.
+    shards: of each stage, which add up in threads of this process. stored: quantized weights stay
+    as they are.
     """
     files = locate_model(str(path))
     model = read_model(files)
     executors = []
     for share in stage_shares(layers):
-        stage = load_shards(files, model, share, shards)
+        stage = load_shards(files, model, share, shards, stored=stored)
         executors.append(_Recorder(stage, 2, 40, 4, 32, torch.device("cpu")))
     greedy = SamplingParams(temperature=0, max_tokens=outputs)
     sampling = stage_sampling(greedy, seed=0)

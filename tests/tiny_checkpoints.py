@@ -83,16 +83,7 @@ def write_tiny_gguf(
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(1e-5)
     if pieces is None:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("gpt-2")
-        tokens = _byte_tokens()
-        tokens[257 : 257 + len(special)] = special
-        writer.add_token_list(tokens)
-        writer.add_token_types([3 if token in special else 1 for token in tokens[:-1]] + [3])
-        # The format has no empty arrays, so there is one merge.
-        writer.add_token_merges(["z z"])
-        writer.add_add_bos_token(False)
-        writer.add_eos_token_id(299)
+        add_byte_tokenizer(writer, special)
     else:
         tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
         tokens += [f"<filler{number}>" for number in range(len(tokens), vocab)]
@@ -131,6 +122,20 @@ def write_tiny_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_byte_tokenizer(writer: gguf.GGUFWriter, special: Sequence[str] = ()) -> None:
+    """Of 300 tokens, special ones in places of those that are never used."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    tokens = _byte_tokens()
+    tokens[257 : 257 + len(special)] = special
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens[:-1]] + [3])
+    # The format has no empty arrays, so there is one merge.
+    writer.add_token_merges(["z z"])
+    writer.add_add_bos_token(False)
+    writer.add_eos_token_id(299)
 
 
 def _byte_tokens() -> list[str]:

@@ -45,6 +45,24 @@ def test_weights_and_cache_are_foretold(share: StageShare) -> None:
     assert need.cache(share) == 7 * block
 
 
+@pytest.mark.parametrize(
+    "share",
+    [
+        StageShare(0, 3, embeds=True, samples=False),
+        StageShare(28, 30, embeds=False, samples=True),
+        StageShare(0, 30, embeds=True, samples=True),
+    ],
+)
+def test_quantized_weights_that_stay_so_are_foretold(share: StageShare) -> None:
+    """The table, which is the output projection too, is there once."""
+    files = locate_model("smollm2")
+    model = read_model(files)
+    stage = load_stage(files, model, share, max_model_len=100, stored=True)
+    need = need_of(model.sizes, stored=True)
+    assert need.weights(share) == pytest.approx(stage.weights.nbytes, rel=3e-3)
+    assert need.weights(share) < 0.25 * need_of(model.sizes).weights(share)
+
+
 def test_a_table_that_is_also_the_output_projection_counts_on_both_ends(tmp_path: Path) -> None:
     path = write_tiny_llama(tmp_path / "tied", tie_word_embeddings=True)
     model = read_model(ModelFiles(path, "huggingface"))

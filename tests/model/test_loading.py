@@ -18,7 +18,7 @@ import json, resource, sys, torch
 from pathlib import Path
 from headrace.checkpoint.locate import locate_model
 from headrace.model.bind import bind
-from headrace.model.weights import open_tensors
+from headrace.model.weights import gguf_file, open_tensors
 from headrace.model.shards import shard_program
 from headrace.protocol.model_config import StageShare
 from stage_models import read_model, whole
@@ -31,13 +31,16 @@ def most():
 
 torch.set_num_threads(1)
 path, shard, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+stays = len(sys.argv) > 4
 files = locate_model(path)
 model, source = read_model(files), open_tensors(files)
 
 def load(program, progress):
     with torch.inference_mode():
         cut = shard_program(program, shard, count)
-        return bind(cut, source, torch.bfloat16, torch.device("cpu"), 64, progress)
+        stored = gguf_file(source) if stays else None
+        cpu = torch.device("cpu")
+        return bind(cut, source, torch.bfloat16, cpu, 64, progress, stored=stored)
 
 # What is made once, with the first layers.
 first = load(model.program(StageShare(0, 2, embeds=True, samples=True)), lambda _: None)
@@ -61,12 +64,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"safetensors": path, "GGUF": file}
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "GGUF"])
+@pytest.mark.parametrize("kind", ["safetensors", "GGUF", "GGUF stored"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_stage_takes_little_more_than_its_weights_while_it_loads(
     checkpoints: dict[str, Path], kind: str, count: int
 ) -> None:
-    arguments = [str(checkpoints[kind]), "0", str(count)]
+    name, *stays = kind.split()
+    arguments = [str(checkpoints[name]), "0", str(count), *stays]
     answer = subprocess.run(
         [sys.executable, "-c", _LOAD, *arguments],
         stdout=subprocess.PIPE,
