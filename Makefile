@@ -13,9 +13,9 @@ run: setup
 	@$(BIN)/headrace generate --model smollm2 -pp 2 --chat --temperature 0 --max-tokens 160 \
 		--prompt "Explain in a few sentences why the sky is blue."
 
-# Three at a time on two cores: many tests wait for processes to start or end.
+# Two at a time: many tests wait for processes to start or end.
 test: setup
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 simulate: setup
 	$(BIN)/python tests/simulate.py $(SEEDS)
