@@ -19,6 +19,8 @@ from command import wait_until
 COUNT = """
 import collections, gc, json, os, signal, threading
 
+_UNCOUNTED = ("asyncio_", "ThreadPoolExecutor-", "headrace-chats", "census")
+
 
 def count():
     gc.collect()
@@ -32,7 +34,7 @@ def count():
     gc.enable()
     # Of executors there are as many as were ever needed at once.
     found.update(f"thread {t.name.partition(' (')[2] or t.name}" for t in threading.enumerate()
-                 if not t.name.startswith(("asyncio_", "ThreadPoolExecutor-", "census")))
+                 if not t.name.startswith(_UNCOUNTED))
     new = FOLDER / f"census-{os.getpid()}.new"
     new.write_text(json.dumps(found), encoding="utf-8")
     new.rename(new.with_suffix(""))
