@@ -234,7 +234,7 @@ def _dtype(config: EngineConfig, model: ModelSizes, cluster: Cluster) -> Dtype:
 def _weights(config: EngineConfig, model: Model, cluster: Cluster, dtype: Dtype) -> WeightsForm:
     hosts = [cluster.hosts[number] for number in cluster.computing]
     if config.weights == "auto":
-        # Whoever asks for float32 wants no rounding, and tiles are faster than whole numbers.
+        # Whoever asks for float32 wants no rounding; products of whole numbers use no tiles yet.
         able = all(host.native_kernels and not host.bfloat16_tiles for host in hosts)
         stays = dtype == "bfloat16" and model.sizes.has_stored and able
         return "stored" if stays else "dequantized"
